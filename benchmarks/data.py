@@ -73,7 +73,9 @@ def link_images(images: Path, root: Path, at_least: int = 1) -> int:
     `at_least` are linked several times.
     """
     root_of_images = images.resolve()
-    found = [file for file in root_of_images.rglob("*") if is_image(os.fsencode(file.relative_to(root_of_images)))]
+    found = [
+        file for file in root_of_images.rglob("*") if is_image(os.fsencode(file.relative_to(root_of_images)))
+    ]
     found.sort()
     if not found:
         raise RequestError(f"--images {images} holds no image: name an image folder, preferably of photos")
@@ -92,7 +94,9 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> list[Row]:
     for name, level in (("plain", ""), ("lossless", "lossless"), ("lossy", "max-side=500,q=90")):
         if level:
             pack.pack(root, folder / name, level, 0.1)
-        config, plan, source = open_loader("pack" if level else "folder", folder / name if level else root, batch)
+        config, plan, source = open_loader(
+            "pack" if level else "folder", folder / name if level else root, batch
+        )
         dataset = TrainBatches(source.train, config, plan, 0)
         turn = partial(time_loader, dataset, plan, steps)
         rows.append(Row(name, turn, rows[0], _pixel_diff(root, dataset, config)))
@@ -109,7 +113,9 @@ def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Co
     return config, make_plan(config, from_environment(), source.size), source
 
 
-def time_loader(dataset: TrainBatches, plan: Plan, steps: int, warm_up: int = _WARM_UP) -> tuple[float, float]:
+def time_loader(
+    dataset: TrainBatches, plan: Plan, steps: int, warm_up: int = _WARM_UP
+) -> tuple[float, float]:
     """Run a turn of our loader; return its images/s, and the CPU seconds of an image."""
     with closing(batches(dataset, range(10**9), plan, pin=False)) as stream:
         return time_batches(stream, warm_up, steps, plan.global_batch)
@@ -131,7 +137,9 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
     for sample, pixels in zip(batch.ids.tolist()[:64], batch.images, strict=False):
         with Image.open(root / dataset.images.name(sample)) as file:
             image = file.convert("RGB")
-        crop, is_flipped = draw_crop(image.height, image.width, config.augment, config.run.seed, (0, sample, 0))
+        crop, is_flipped = draw_crop(
+            image.height, image.width, config.augment, config.run.seed, (0, sample, 0)
+        )
         expected = np.asarray(transforms.functional.resized_crop(image, *crop, [SIZE, SIZE]))
         if is_flipped:
             expected = expected[:, ::-1]

@@ -86,7 +86,9 @@ def show(title: str, rows: list[Row], options: argparse.Namespace) -> str:
         parts = [row.cost, row.remark, row.failure]
         if row.speeds:
             span = f"{min(row.ratios):.3f} to {max(row.ratios):.3f}"
-            parts.insert(0, f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})")
+            parts.insert(
+                0, f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})"
+            )
         lines.append(f"  {row.name:<20} " + "   ".join(filter(None, parts)))
     return "\n".join(lines)
 
@@ -111,7 +113,9 @@ def add_size(parser: Parser, steps: int = 8) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def run_script(parser: Parser, measure: Callable[[argparse.Namespace], str], *, has_ranks: bool = False) -> NoReturn:
+def run_script(
+    parser: Parser, measure: Callable[[argparse.Namespace], str], *, has_ranks: bool = False
+) -> NoReturn:
     """Run a benchmark as a process: print its result, or its error in one line, and exit.
 
     has_ranks: it may run under torchrun, and only rank 0 prints.

@@ -40,7 +40,9 @@ def compare(options: Namespace) -> str:
     recipe, config = options.recipe, load(options.recipe, options.overrides)
     kind = config.data.source
     if kind not in ("folder", "digits"):
-        raise RequestError(f"data.source={kind}: the plain loop reads only image folders; use folder or digits")
+        raise RequestError(
+            f"data.source={kind}: the plain loop reads only image folders; use folder or digits"
+        )
     torch.set_num_threads(machine.available_cpus())
     parent = f"track.parent=top1 {config.recipe} {time.strftime('%F %H.%M.%S')}"
     lines, top1s = [], []
@@ -51,7 +53,9 @@ def compare(options: Namespace) -> str:
         top1s.append((top1, _train_plain(config, seconds)))
         lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {top1:.4f}, plain {top1s[-1][1]:.4f}")
         print(lines[-1], file=sys.stderr, flush=True)
-    ours, others = (f"{mean(part):.4f} ({min(part):.4f} to {max(part):.4f})" for part in zip(*top1s, strict=True))
+    ours, others = (
+        f"{mean(part):.4f} ({min(part):.4f} to {max(part):.4f})" for part in zip(*top1s, strict=True)
+    )
     lines.append(f"mean top-1 in the same time: {recipe} {ours}, plain {config.model.arch} {others}")
     return "\n".join(lines)
 
@@ -59,12 +63,25 @@ def compare(options: Namespace) -> str:
 def _train_recipe(recipe: str, words: list[str], run: str) -> tuple[float, float]:
     """Train the recipe; return the seconds of its process, and top-1."""
     with tempfile.TemporaryDirectory(prefix="pipeline-top1-", ignore_cleanup_errors=True) as scratch:
-        command = [sys.executable, "-P", "-m", "pipeline", "train", recipe, *words, f"run.dir={scratch}/{run}"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pipeline",
+            "train",
+            recipe,
+            *words,
+            f"run.dir={scratch}/{run}",
+        ]
         start = time.monotonic()
-        done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
+        )
         seconds = time.monotonic() - start
     if done.returncode:
-        raise RequestError(f"training the recipe failed with exit code {done.returncode}: see its output above")
+        raise RequestError(
+            f"training the recipe failed with exit code {done.returncode}: see its output above"
+        )
     return seconds, float(done.stdout.split(" top1=")[1].split()[0])
 
 
@@ -76,14 +93,19 @@ def _train_plain(config: Config, seconds: float) -> float:
     model = build(config.model, data.num_classes).to(device)
     optimizer = make_optimizer(model, config)
     resize = transforms.Resize((size, size), antialias=True)
-    augment = [transforms.RandomCrop(size, padding=config.augment.pad or 4), transforms.RandomHorizontalFlip()]
+    augment = [
+        transforms.RandomCrop(size, padding=config.augment.pad or 4),
+        transforms.RandomHorizontalFlip(),
+    ]
     normalise = transforms.Normalize(list(MEAN), list(STD))
     to_tensor = [transforms.ToImage(), transforms.ToDtype(torch.float32), normalise]
     root = data_root(config)
     train = datasets.ImageFolder(str(root / "train"), transforms.Compose([resize, *augment, *to_tensor]))
     val = datasets.ImageFolder(str(root / "val"), transforms.Compose([resize, *to_tensor]))
     workers = machine.available_cpus()
-    loader = DataLoader(train, batch, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True)
+    loader = DataLoader(
+        train, batch, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True
+    )
     start = time.monotonic()
     for images, labels in chain.from_iterable(repeat(loader)):
         progress = (time.monotonic() - start) / seconds
@@ -93,7 +115,9 @@ def _train_plain(config: Config, seconds: float) -> float:
             group["lr"] = plan.learning_rate(int(progress * plan.total_steps))
         optimizer.zero_grad()
         logits = model(images.to(device))
-        loss = functional.cross_entropy(logits, labels.to(device), label_smoothing=config.train.label_smoothing)
+        loss = functional.cross_entropy(
+            logits, labels.to(device), label_smoothing=config.train.label_smoothing
+        )
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     model.eval()
@@ -106,5 +130,7 @@ def _train_plain(config: Config, seconds: float) -> float:
 if __name__ == "__main__":
     parser = Parser(description=__doc__)
     add_recipe(parser)
-    parser.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)")
+    parser.add_argument(
+        "--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)"
+    )
     run_script(parser, compare)

@@ -45,7 +45,9 @@ def choose_device(config: Config, world: World) -> torch.device:
         problem = f"torch {torch.__version__} cannot use the GPU {device} ({one_line(error)})"
         if "no kernel image" in str(error):  # the GPU is older or newer than this torch
             raise RequestError(problem, "install a build for it, or set run.device=cpu") from None
-        raise TemporaryError(problem, "see nvidia-smi for what uses it, and give the same command again") from None
+        raise TemporaryError(
+            problem, "see nvidia-smi for what uses it, and give the same command again"
+        ) from None
     return device
 
 

@@ -34,7 +34,9 @@ def summary(text: str, length: int = 600) -> str:
 
     A long one is cut in the middle: its beginning or its end may name the cause.
     """
-    lines = [line for line in text.splitlines() if not line.startswith("  ") and "Traceback (most" not in line]
+    lines = [
+        line for line in text.splitlines() if not line.startswith("  ") and "Traceback (most" not in line
+    ]
     line = one_line(" ".join(lines), len(text))
     return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"
 

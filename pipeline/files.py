@@ -97,7 +97,9 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
     level: list[Any] = [[value]]
     for _ in range(_MAX_JSON_DEPTH):
-        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        children = (
+            child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent)
+        )
         level = [child for child in children if isinstance(child, dict | list)]
         if not level:
             return value

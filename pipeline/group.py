@@ -63,12 +63,16 @@ class Group:
 
     def _join(self, timeout_s: float) -> None:
         world = self.world
-        if world.local_size == world.size:  # no other machine may reach the ranks: gloo unpickles what it receives
+        if (
+            world.local_size == world.size
+        ):  # no other machine may reach the ranks: gloo unpickles what it receives
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         try:
-            dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=timeout)
+            dist.init_process_group(
+                backend, world.init_method, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
             raise TemporaryError(
                 f"rank {world.rank} of {world.size} found no group within {timeout_s:g} s: {join_advice()} ({error})"

@@ -45,7 +45,9 @@ def start_failure(processes: str, error: OSError, otherwise: str) -> str:
 
 def missing_to_compile() -> str:
     """Return a missing prerequisite of torch.compile, or ""."""
-    variable, names = ("CC", ("gcc", "clang")) if has_gpu() else ("CXX", ("g++", "clang++"))  # Triton, Inductor
+    variable, names = (
+        ("CC", ("gcc", "clang")) if has_gpu() else ("CXX", ("g++", "clang++"))
+    )  # Triton, Inductor
     if not any(shutil.which(name) for name in (os.environ.get(variable, names[0]), *names)):
         return f"a compiler ({names[0]}, or {variable} in the environment)"
     header = Path(sysconfig.get_path("include"), "Python.h")

@@ -198,7 +198,8 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes):
         limits of weakly supervised pretraining", 2018.
         """
         weights = [
-            {"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[self.balance] for count in counts
+            {"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[self.balance]
+            for count in counts
         ]
         total = math.fsum(weights)
         return [weight / total for weight in weights]

@@ -60,7 +60,10 @@ def divide_batch(config: Config, world: int) -> BatchSizes:
             "choose a batch.global that gives each pass an even number",
         )
     sizes = BatchSizes(
-        global_batch=global_batch, process_batch=global_batch // world, micro_batch=micro_batch, accumulate=accumulate
+        global_batch=global_batch,
+        process_batch=global_batch // world,
+        micro_batch=micro_batch,
+        accumulate=accumulate,
     )
     if config.parallel != "stages":
         return sizes
@@ -152,7 +155,9 @@ def _schedule(config: Config, data: DataSize, passes: int) -> Schedule:
         largest = data.train_images // passes * passes
         raise RequestError(
             f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}",
-            f"set batch.global to at most {largest}" if largest else f"{passes} passes need at least one image each",
+            f"set batch.global to at most {largest}"
+            if largest
+            else f"{passes} passes need at least one image each",
         )
     steps_per_epoch = data.train_images // global_batch
     total = config.train.epochs * steps_per_epoch
@@ -160,7 +165,9 @@ def _schedule(config: Config, data: DataSize, passes: int) -> Schedule:
     warmup, cooldown = steps(options.warmup), steps(options.cooldown)
     training = f"longer than the whole training of {total:,} steps ({config.train.epochs} epochs)"
     if warmup > total:
-        raise RequestError(f"schedule.warmup={options.warmup} is {warmup:,} steps, {training}", "make it shorter")
+        raise RequestError(
+            f"schedule.warmup={options.warmup} is {warmup:,} steps, {training}", "make it shorter"
+        )
     if warmup + cooldown > total:
         raise RequestError(
             f"schedule.cooldown={options.cooldown} is {cooldown:,} steps and the warm-up {warmup:,}, together"
@@ -217,7 +224,9 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
     syncs = config.model.batchnorm == "sync" and world.size > 1
     if mode not in ("auto", "off"):
         if syncs:
-            raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync", "leave one of them out")
+            raise RequestError(
+                f"train.compile={mode} does not support model.batchnorm=sync", "leave one of them out"
+            )
         # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
         # (pytorch#139207) or crashed (pytorch#128218)
         if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
@@ -227,13 +236,18 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
                 "start one process with a GPU, or use train.compile=auto",
             )
         if missing:
-            raise RequestError(f"train.compile={mode} needs {missing}", "install it, or set train.compile=auto")
+            raise RequestError(
+                f"train.compile={mode} needs {missing}", "install it, or set train.compile=auto"
+            )
         return True, f"train.compile={mode}"
     with_sizes = f" with {num_sizes} image sizes" if num_sizes > 1 else ""
     reasons_not_to = (
         (mode == "off", "train.compile=off"),
         (syncs, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"),
-        (config.parallel != "ddp", f"parallel={config.parallel} runs parts of a model, which are not compiled"),
+        (
+            config.parallel != "ddp",
+            f"parallel={config.parallel} runs parts of a model, which are not compiled",
+        ),
         (not has_gpu, "no GPU; train.compile=on compiles for the CPU"),
         (
             config.is_deterministic_on_gpus,

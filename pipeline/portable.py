@@ -65,9 +65,15 @@ def portability(config: Config, world: World) -> tuple[bool, str]:
     if config.train.compile in ("on", "reduce-overhead"):
         return False, f"train.compile={config.train.compile} makes kernels for this model of CPU"
     if config.train.precision in ("bf16", "fp16"):
-        return False, f"train.precision={config.train.precision} needs instructions that few CPUs have: use fp32"
+        return (
+            False,
+            f"train.precision={config.train.precision} needs instructions that few CPUs have: use fp32",
+        )
     if ":" in config.model.arch:
-        return True, f"if {config.model.arch} uses no operation that docs/reproducibility.md names as different"
+        return (
+            True,
+            f"if {config.model.arch} uses no operation that docs/reproducibility.md names as different",
+        )
     return True, "any x86-64 CPU with AVX2 computes the same bits; run.portable=false may be faster"
 
 

@@ -51,7 +51,9 @@ def report_to_agent(line: str, *, is_secondary: bool) -> None:
         timestamp = int(time.time()) + (2 if is_secondary else 0)
         details = {"py_callstack": line, "timestamp": str(timestamp)}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}), encoding="utf-8")
+            Path(path).write_text(
+                json.dumps({"message": {"message": line, "extraInfo": details}}), encoding="utf-8"
+            )
 
 
 def kill_stopped_peers(pids: list[int]) -> None:

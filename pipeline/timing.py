@@ -17,7 +17,15 @@ from typing import Literal, get_args
 from pipeline.lazy import part
 
 Entry = Literal[
-    "data", "copy", "forward_backward", "communication", "optimizer", "validation", "checkpoint", "tracking", "other"
+    "data",
+    "copy",
+    "forward_backward",
+    "communication",
+    "optimizer",
+    "validation",
+    "checkpoint",
+    "tracking",
+    "other",
 ]
 ENTRIES: tuple[Entry, ...] = get_args(Entry)
 Seconds = dict[Entry, float]

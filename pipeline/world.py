@@ -87,7 +87,9 @@ def from_environment() -> World:
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise _invalid(f"{given} in the environment contradict each other")
     init_method = _init_method() if size > 1 else None
-    return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method)
+    return replace(
+        alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method
+    )
 
 
 def _init_method() -> str | None:
@@ -104,7 +106,9 @@ def _init_method() -> str | None:
     problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
     if not given:
         problem = "RANK and WORLD_SIZE are set, but no address of rank 0"
-    raise _invalid(problem, "set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or ")
+    raise _invalid(
+        problem, "set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or "
+    )
 
 
 def _is_port(text: str) -> bool:

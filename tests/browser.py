@@ -53,7 +53,9 @@ class Browser:
         self.requests: list[str] = []
         """Every URL that pages have requested, data: included, up to the last call."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self._session = {
+            "sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        }
         self._call("Network.enable")
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -79,7 +81,9 @@ class Browser:
             message += byte
         return bytes(message)
 
-    def capture(self, url: str, width: int, height: int, clicks: tuple[str, ...], shows: tuple[str, ...]) -> bytes:
+    def capture(
+        self, url: str, width: int, height: int, clicks: tuple[str, ...], shows: tuple[str, ...]
+    ) -> bytes:
         """Return a page as PNG after it has stopped changing.
 
         First click on the elements with the texts `clicks`, and wait for the texts `shows`. Raise
@@ -102,7 +106,9 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", **size)
         # Expand the sections that a previous page has collapsed.
         self._call("Storage.clearDataForOrigin", origin=url.partition("/#")[0], storageTypes="local_storage")
-        self._call("Page.navigate", url="about:blank")  # a change of only the fragment would not load the page
+        self._call(
+            "Page.navigate", url="about:blank"
+        )  # a change of only the fragment would not load the page
         self._call("Page.navigate", url=url)
         self._wait_for("location.protocol !== 'about:' && document.readyState === 'complete'")
 
@@ -114,7 +120,9 @@ class Browser:
         end = time.monotonic() + _TIMEOUT_S
         while not self.evaluate(condition):
             if time.monotonic() > end:
-                raise RuntimeError(f"false after {_TIMEOUT_S} s: {condition}; the page shows: {self.evaluate(_TEXT)}")
+                raise RuntimeError(
+                    f"false after {_TIMEOUT_S} s: {condition}; the page shows: {self.evaluate(_TEXT)}"
+                )
             time.sleep(0.5)
 
     def evaluate(self, script: str) -> Any:

@@ -91,14 +91,20 @@ class Result:
 
 
 SMALLER = {"vit-l16": ("model.arch=vit_s_16",)}  # a quarter of the time; `--memory` takes the recipe's own
-MIXED = Case("digits", ("augment.mixup=0.2", "augment.cutmix=1", "train.loss=bce", "model.channels_last=true"))
+MIXED = Case(
+    "digits", ("augment.mixup=0.2", "augment.cutmix=1", "train.loss=bce", "model.channels_last=true")
+)
 CASES = {
     **{f"recipe {name}": Case(name, SMALLER.get(name, ()), GPUS) for name in recipe_names()},
-    **{f"precision {name}": Case("digits", (f"train.precision={name}",)) for name in ("fp32", "tf32", "bf16")},
+    **{
+        f"precision {name}": Case("digits", (f"train.precision={name}",)) for name in ("fp32", "tf32", "bf16")
+    },
     "precision fp16": Case("digits", ("train.precision=fp16", "train.clip=1", "optimizer.name=adamw")),
     "mixed": MIXED,
     "frozen": Case("digits", ("model.init=DEFAULT", "model.freeze=backbone", "train.precision=fp16")),
-    "ddp": Case("digits", ("batch.accumulate=2", "train.ema=0.99", "train.clip=1", "train.exchange=bf16"), GPUS),
+    "ddp": Case(
+        "digits", ("batch.accumulate=2", "train.ema=0.99", "train.clip=1", "train.exchange=bf16"), GPUS
+    ),
     "fsdp": Case("digits", ("parallel=fsdp", "batch.accumulate=2", "train.ema=0.99", "train.clip=1"), GPUS),
     "fsdp bf16": Case("digits", ("parallel=fsdp", "train.precision=bf16", "optimizer.name=adamw"), GPUS),
     "fsdp, two nodes": Case(

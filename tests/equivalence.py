@@ -129,7 +129,9 @@ def outcomes(rows: tuple[Row, ...], folder: Path, digits: Path) -> Iterator[Outc
     weights: dict[str, dict[str, torch.Tensor]] = {}
     for row in rows:
         weights[row.name] = train(row, folder, digits)
-        yield Outcome(row, digest(row, weights[row.name]), _difference(weights[row.name], weights[row.against]))
+        yield Outcome(
+            row, digest(row, weights[row.name]), _difference(weights[row.name], weights[row.against])
+        )
 
 
 def train(row: Row, scratch: Path, digits: Path) -> dict[str, torch.Tensor]:
@@ -137,7 +139,9 @@ def train(row: Row, scratch: Path, digits: Path) -> dict[str, torch.Tensor]:
     folder = scratch / row.name.replace(" ", "-").replace(",", "")
     words = ["digits", f"data.root={digits}", *JOB, *row.words.split()]
     is_launched = row.name in ("2 processes", "torchrun")
-    job = Job(folder, words, nproc=row.processes, by_torchrun=row.start == "torchrun", interpreter=is_launched)
+    job = Job(
+        folder, words, nproc=row.processes, by_torchrun=row.start == "torchrun", interpreter=is_launched
+    )
     launchers = {"two nodes": two_nodes, "spawned": spawned, "by hand": by_hand}
     # Compilation can take minutes on a busy CPU.
     done = (launchers[row.start](job) if row.start in launchers else job.start().wait(900)).done

@@ -51,7 +51,10 @@ def _run_rank(root: Path, world: World, output: Path) -> None:
 
 
 def _found(result: EvalResult) -> dict[str, Any]:
-    return {**asdict(result.evaluation), "recalls": result.predictions.recalls([f"{label}" for label in range(10)])}
+    return {
+        **asdict(result.evaluation),
+        "recalls": result.predictions.recalls([f"{label}" for label in range(10)]),
+    }
 
 
 def main(root: Path, output: Path) -> None:

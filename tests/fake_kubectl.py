@@ -59,7 +59,9 @@ class Fake:
             self.job["end"] = ["Failed", "BackoffLimitExceeded"]
         elif self.step() >= STEPS:
             weights = "sha256:" + self.quirks.get(f"weights of {self.job['run']}", "5a3e")
-            self.rows.append({"event": "ended", "status": "FINISHED", "step": STEPS, "line": f"done weights={weights}"})
+            self.rows.append(
+                {"event": "ended", "status": "FINISHED", "step": STEPS, "line": f"done weights={weights}"}
+            )
             self.job["leaving"] = LEAVING
             if self.state["mlflow"]:
                 self.state["sent"].append(self.job["run"])
@@ -116,7 +118,9 @@ class Fake:
             return json.dumps(self.state["namespace"]) if self.state["namespace"] else ""
         if kind == "job" and name == "trainer":
             self.advance()
-            conditions = [{"type": self.end()[0], "status": "True", "reason": self.end()[1]}] if self.end() else []
+            conditions = (
+                [{"type": self.end()[0], "status": "True", "reason": self.end()[1]}] if self.end() else []
+            )
             return json.dumps({"status": {"conditions": conditions}})
         if kind == "job":
             return json.dumps({"status": {"conditions": [{"type": "Complete", "status": "True"}]}})

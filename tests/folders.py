@@ -21,7 +21,14 @@ from PIL import Image
 
 ENDS = {0: "yes", 2: "refused", 4: "defects"}
 BEGIN, END = "<!-- written by tests/folders.py -->", "<!-- end -->"
-TRAIN = (*SMALL, "augment.size=32", "batch.global=4", "train.max_steps=1", "schedule.warmup=0", "data.workers=0")
+TRAIN = (
+    *SMALL,
+    "augment.size=32",
+    "batch.global=4",
+    "train.max_steps=1",
+    "schedule.warmup=0",
+    "data.workers=0",
+)
 
 
 @dataclass(frozen=True)

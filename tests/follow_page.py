@@ -100,14 +100,20 @@ def follow(page: Path, folder: Path, *, install: bool = False) -> int:
         else:
             script += [command, "finish"]
     (folder / "page.sh").write_text("\n".join(script) + "\n")
-    environment = {**os.environ, "BROWSER": "true", "PORT": str(_free_port())}  # no window opens; for `make ui`
+    environment = {
+        **os.environ,
+        "BROWSER": "true",
+        "PORT": str(_free_port()),
+    }  # no window opens; for `make ui`
     environment["OMP_WAIT_POLICY"] = "passive"  # on busy cores, threads would spin for most of their time
     if not install:
         environment["PYTHONPATH"] = str(clone)  # the clone's code runs in the linked environment
     for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
     try:
-        return subprocess.run(["bash", folder / "page.sh"], cwd=clone, env=environment, check=False).returncode
+        return subprocess.run(
+            ["bash", folder / "page.sh"], cwd=clone, env=environment, check=False
+        ).returncode
     finally:
         for file in folder.glob("server-*.pid"):
             _stop(int(file.read_text()))
@@ -144,7 +150,9 @@ def main() -> int:
     for page in options.pages:
         with tempfile.TemporaryDirectory(prefix="follow-") as folder:
             code = follow(page.resolve(), Path(folder), install=options.install)
-        print(f"\n{page}: {'every command ran' if code == 0 else f'stopped with exit code {code}'}", flush=True)
+        print(
+            f"\n{page}: {'every command ran' if code == 0 else f'stopped with exit code {code}'}", flush=True
+        )
         if code:
             return code
     return 0

@@ -79,7 +79,12 @@ class Forked:
         self._lock = threading.Lock()
 
     def run(
-        self, commands: list[list[str]], environments: list[dict[str, str]], cwd: Path, prelude: str, timeout: float
+        self,
+        commands: list[list[str]],
+        environments: list[dict[str, str]],
+        cwd: Path,
+        prelude: str,
+        timeout: float,
     ) -> list[Output]:
         """Run the commands at the same time and wait for all.
 
@@ -87,7 +92,9 @@ class Forked:
         processes write their stacks and are killed: exit code -9.
         """
         with tempfile.TemporaryDirectory() as folder:
-            outputs = [[f"{folder}/{number}.{name}" for name in ("out", "err")] for number in range(len(commands))]
+            outputs = [
+                [f"{folder}/{number}.{name}" for name in ("out", "err")] for number in range(len(commands))
+            ]
             self._request(
                 commands=[["pipeline", *command] for command in commands], environments=environments, cwd=str(cwd),
                 prelude=prelude, outputs=outputs, timeout=timeout, folder=folder,
@@ -96,7 +103,9 @@ class Forked:
             texts = [[Path(path).read_text() for path in paths] for paths in outputs]
         return [Output(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
-    def start(self, command: list[str], environment: dict[str, str], prelude: str, out: Path, err: Path) -> Process:
+    def start(
+        self, command: list[str], environment: dict[str, str], prelude: str, out: Path, err: Path
+    ) -> Process:
         """Start a command, its module first; its output goes to the files `out` and `err`.
 
         It leads a session of its own, and its command line shows the command.
@@ -188,7 +197,9 @@ class _Rank(Process):
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.returncode: int | None = None
         reading, writing = os.pipe()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # the launcher's handlers are not the rank's
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _HANDLED
+        )  # the launcher's handlers are not the rank's
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -272,7 +283,9 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         if request["timeout"] is None:
             _write(Path(request["folder"], "pid"), str(os.getpid()))
         for descriptor, path in enumerate([os.devnull, *request["outputs"][number]]):
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC if descriptor else os.O_RDONLY)
+            opened = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC if descriptor else os.O_RDONLY
+            )
             os.dup2(opened, descriptor)
             os.close(opened)
         os.chdir(request["cwd"])

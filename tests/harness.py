@@ -70,7 +70,9 @@ def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **e
     return _python("-m", "pipeline", *arguments, cwd=cwd, timeout=timeout, **env)
 
 
-def bench(name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str) -> Result:
+def bench(
+    name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
+) -> Result:
     """Run a script of benchmarks/ and wait for its end. launcher: arguments before the script."""
     script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
     return _python(*launcher, str(script), *arguments, cwd=cwd, timeout=600, **env)
@@ -98,14 +100,20 @@ def _needs_interpreter(env: dict[str, str]) -> bool:
 
 
 def _in_forks(
-    commands: list[list[str]], environments: list[dict[str, str]], cwd: Path | None, timeout: float, prelude: str = ""
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    cwd: Path | None,
+    timeout: float,
+    prelude: str = "",
 ) -> Result:
     """Run commands at once, each in a fork; return their joined output and worst code."""
     assert not any(map(_needs_interpreter, environments)), environments
     start = time.monotonic()
     merged = [environment(**env) for env in environments]
     outputs = forked.server().run(commands, merged, cwd or Path.cwd(), prelude, timeout)
-    out, err = ("".join(texts) for texts in zip(*((output.out, output.err) for output in outputs), strict=True))
+    out, err = (
+        "".join(texts) for texts in zip(*((output.out, output.err) for output in outputs), strict=True)
+    )
     codes = [output.code for output in outputs]
     assert -signal.SIGKILL not in codes, f"still running after {timeout} s, or killed: {err[-20000:]}"
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
@@ -131,7 +139,9 @@ def run_together(commands: list[list[str]], environments: list[dict[str, str]]) 
     """Run the commands of one process group at once; return their joined output and worst code."""
     start = time.monotonic()
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env))
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env)
+        )
         for command, env in zip(commands, environments, strict=True)
     ]
     try:
@@ -183,7 +193,9 @@ class Job:
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         if not self._needs_interpreter():
-            self.process = forked.server().start(self.command(), environment(**self.env), self.prelude, out, err)
+            self.process = forked.server().start(
+                self.command(), environment(**self.env), self.prelude, out, err
+            )
             return self
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
@@ -269,7 +281,9 @@ class Job:
             found = condition()
             if found:
                 return found
-            assert self.process.poll() is None, f"ended with {self.process.poll()} before {what}: {self.log()[-3000:]}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.poll()} before {what}: {self.log()[-3000:]}"
+            )
             time.sleep(pause)
         self._dump_stacks()
         raise AssertionError(f"no {what} in {timeout} s: {self.log()[-20000:]}")
@@ -448,4 +462,6 @@ def variable(pid: int, name: str) -> str | None:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    return next((entry.decode().partition("=")[2] for entry in entries if entry.startswith(f"{name}=".encode())), None)
+    return next(
+        (entry.decode().partition("=")[2] for entry in entries if entry.startswith(f"{name}=".encode())), None
+    )

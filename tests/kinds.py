@@ -60,7 +60,11 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        found = [value for value in (result if isinstance(result, tuple) else [result]) if isinstance(value, Tensor)]
+        found = [
+            value
+            for value in (result if isinstance(result, tuple) else [result])
+            if isinstance(value, Tensor)
+        ]
         if "empty" not in str(func):  # not set yet
             print(func, [tuple(tensor.shape) for tensor in found], digest(found), flush=True)
         return result
@@ -77,7 +81,9 @@ def emulate(model: str, *, is_quick: bool) -> tuple[dict[str, str], Machine]:
     if process.returncode or not lines:
         raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
     machine, *rows = lines
-    return {name: found for found, _, name in (row.partition("  ") for row in rows)}, Machine(*machine.split("; "))
+    return {name: found for found, _, name in (row.partition("  ") for row in rows)}, Machine(
+        *machine.split("; ")
+    )
 
 
 def differing(found: dict[str, str], page: Page) -> list[str]:

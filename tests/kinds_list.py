@@ -83,7 +83,9 @@ def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
     state.model.eval()
     with torch.inference_mode():
         logits = state.model(step.normalise(step.used[0].images))
-    moments = [value for of in state.optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+    moments = [
+        value for of in state.optimizer.state.values() for value in of.values() if isinstance(value, Tensor)
+    ]
     averages = state.ema.state_dict().values() if state.ema else ()
     return [loss, logits, *state.model.state_dict().values(), *averages, *moments, state.totals]
 
@@ -122,7 +124,14 @@ def convolution(out: int, size: int, **options: Any) -> Callable[[], nn.Module]:
 
 
 def vit() -> nn.Module:
-    size = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+    size = {
+        "image_size": 16,
+        "patch_size": 4,
+        "num_layers": 2,
+        "num_heads": 2,
+        "hidden_dim": 32,
+        "mlp_dim": 64,
+    }
     return zoo.vit_s_16(10, **size)
 
 
@@ -138,7 +147,11 @@ def initial_weights(model: Callable[[], nn.Module]) -> Iterable[Tensor]:
 
 def large_layers() -> Iterator[Tensor]:
     """Yield convolutions so large that oneDNN divides them by the sizes of the caches."""
-    for inputs, outputs, size, kernel, stride in ((64, 64, 56, 3, 1), (256, 256, 14, 3, 1), (3, 64, 112, 7, 2)):
+    for inputs, outputs, size, kernel, stride in (
+        (64, 64, 56, 3, 1),
+        (256, 256, 14, 3, 1),
+        (3, 64, 112, 7, 2),
+    ):
         torch.manual_seed(size)
         images = torch.randn(2, inputs, size, size, requires_grad=True)
         layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
@@ -163,7 +176,20 @@ def torch_functions() -> Iterator[Tensor]:
             "cumsum", "argsort",
         ):  # fmt: skip
             yield getattr(torch, name)(x, *[0] * (name in ("softmax", "log_softmax", "cumsum")))
-        for name in ("log", "log1p", "log2", "sqrt", "rsqrt", "sum", "mean", "var", "std", "norm", "logsumexp", "prod"):
+        for name in (
+            "log",
+            "log1p",
+            "log2",
+            "sqrt",
+            "rsqrt",
+            "sum",
+            "mean",
+            "var",
+            "std",
+            "norm",
+            "logsumexp",
+            "prod",
+        ):
             yield getattr(torch, name)(x.abs() + 1e-3, *[0] * (name == "logsumexp"))
         yield from (
             x**3,
@@ -235,7 +261,9 @@ def draws() -> Iterator[Tensor]:
 def schedules() -> Iterator[Tensor]:
     for name in ("cosine", "linear", "step", "constant"):
         plan = plan_of(f"schedule.name={name}", "train.epochs=90")[1]
-        yield torch.tensor([plan.learning_rate(step) for step in range(plan.total_steps)], dtype=torch.float64)
+        yield torch.tensor(
+            [plan.learning_rate(step) for step in range(plan.total_steps)], dtype=torch.float64
+        )
 
 
 def orders() -> Iterator[Tensor]:
@@ -301,7 +329,9 @@ KINDS: dict[str, Kind] = {
     "mixup and cutmix": Kind(lambda: train(BLOCK, "augment.mixup=0.2", "augment.cutmix=1")),
     "SGD": Kind(lambda: train(TRANSFORMER, "optimizer.nesterov=true", "optimizer.weight_decay=0.01")),
     "AdamW": Kind(lambda: train(TRANSFORMER, "optimizer.name=adamw", "optimizer.nesterov=false")),
-    "LAMB": Kind(lambda: train(TRANSFORMER, "optimizer.name=lamb", "optimizer.nesterov=false", "train.clip=1")),
+    "LAMB": Kind(
+        lambda: train(TRANSFORMER, "optimizer.name=lamb", "optimizer.nesterov=false", "train.clip=1")
+    ),
     "Muon": Kind(lambda: train(TRANSFORMER, "optimizer.name=muon")),
     "Muon, convolutions": Kind(lambda: train(convolution(96, 3), "optimizer.name=muon")),
     "clipping": Kind(lambda: train(BLOCK, "train.clip=0.1")),
@@ -311,13 +341,16 @@ KINDS: dict[str, Kind] = {
     "channels last, ConvNeXt": Kind(lambda: train(convnext, "augment.size=32", "model.channels_last=true")),
     "ResNet-18 at 32 px": Kind(lambda: train(torchvision.models.resnet18, "augment.size=32"), is_quick=False),
     "MobileNet V3 at 32 px": Kind(
-        lambda: train(lambda: torchvision.models.mobilenet_v3_small(num_classes=10), "augment.size=32"), is_quick=False
+        lambda: train(lambda: torchvision.models.mobilenet_v3_small(num_classes=10), "augment.size=32"),
+        is_quick=False,
     ),
     "airbench94 at 16 px": Kind(lambda: train(zoo.airbench94), is_quick=False),
     "initial weights, ResNet-18": Kind(lambda: initial_weights(torchvision.models.resnet18), is_quick=False),
     "initial weights, ViT": Kind(lambda: initial_weights(vit)),
     "initial weights, ConvNeXt": Kind(lambda: initial_weights(convnext)),
-    "initial weights, MobileNet V3": Kind(lambda: initial_weights(torchvision.models.mobilenet_v3_small), False),
+    "initial weights, MobileNet V3": Kind(
+        lambda: initial_weights(torchvision.models.mobilenet_v3_small), False
+    ),
     "initial weights, airbench94": Kind(lambda: initial_weights(zoo.airbench94)),
     "functions of torch": Kind(torch_functions),
     "decoded pixels": Kind(decoded),

@@ -35,7 +35,9 @@ def _schema(document: Document) -> tuple[str, ...]:
 @functools.cache  # the library reads its schemas anew for each document
 def _schema_of(text: str) -> tuple[str, ...]:
     document, found = json.loads(text), []
-    for version in KUBERNETES[1:] if "scheduling" in document.get("spec", {}) else KUBERNETES:  # a field of 1.37
+    for version in (
+        KUBERNETES[1:] if "scheduling" in document.get("spec", {}) else KUBERNETES
+    ):  # a field of 1.37
         try:
             kubernetes_validate.validate(document, version, strict=True)
         except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
@@ -105,18 +107,24 @@ def _failures(spec: Document, pod: Document, config: dict[str, str]) -> Iterator
         yield "a pod is replaced after it has ended, not while it terminates"
     if spec.get("successPolicy") != {"rules": [{"succeededIndexes": "0"}]}:
         yield "the Job is complete once rank 0's pod is"
-    tolerated = {t["key"]: t.get("tolerationSeconds") for t in pod.get("tolerations", []) if t["effect"] == "NoExecute"}
+    tolerated = {
+        t["key"]: t.get("tolerationSeconds") for t in pod.get("tolerations", []) if t["effect"] == "NoExecute"
+    }
     if tolerated != {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}:
         yield "the pods of a lost node are deleted after 15 s"
     rules = spec.get("podFailurePolicy", {}).get("rules", [])
     fails = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
     names = {container["name"] for container in pod.get("initContainers", [])}
     if not any(
-        rule.get("operator") == "In" and set(rule["values"]) == {2, 3, 4} and rule.get("containerName") in names
+        rule.get("operator") == "In"
+        and set(rule["values"]) == {2, 3, 4}
+        and rule.get("containerName") in names
         for rule in fails
     ):
         yield "a permanent failure (exit code 2, 3 or 4 of the preflight) fails the Job"
-    ignored = [c["type"] for rule in rules if rule["action"] == "Ignore" for c in rule.get("onPodConditions", [])]
+    ignored = [
+        c["type"] for rule in rules if rule["action"] == "Ignore" for c in rule.get("onPodConditions", [])
+    ]
     if "DisruptionTarget" not in ignored:
         yield "a drain or a preemption does not count"
     if spec.get("backoffLimit", 6) < 2 * spec.get("completions", 1):
@@ -158,7 +166,9 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
     if server["spec"]["strategy"]["type"] != "Recreate" or server["spec"]["replicas"] != 1:
         yield "SQLite has one writer"
     container = server["spec"]["template"]["spec"]["containers"][0]
-    secrets = {source["secretRef"]["name"] for source in container.get("envFrom", []) if "secretRef" in source}
+    secrets = {
+        source["secretRef"]["name"] for source in container.get("envFrom", []) if "secretRef" in source
+    }
     has_auth = more == ["--app-name", "basic-auth"]
     if has_auth != ("mlflow-auth" in secrets) or (more and not has_auth):
         yield "a server with basic authentication has a password from its Secret"
@@ -175,7 +185,11 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
         if spec.get("automountServiceAccountToken") is not False:
             yield "no service account token in a pod"
         if (
-            not {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
+            not {
+                v["persistentVolumeClaim"]["claimName"]
+                for v in spec["volumes"]
+                if "persistentVolumeClaim" in v
+            }
             <= claims
         ):
             yield "every claim exists"
@@ -191,8 +205,12 @@ def _storage(documents: list[Document], job: Document, config: dict[str, str]) -
     request = request_of(pod["containers"][0])
     outside = [rule for rule in egress if any(peer.keys() != {"podSelector"} for peer in rule.get("to", []))]
     (runs,) = (volume for volume in pod["volumes"] if volume["name"] == "runs")
-    mirrors = [word for word in request if word.startswith("checkpoint.mirror=s3://") and word.endswith("$(RUN_DIR)")]
-    sources = [source["secretRef"]["name"] for source in pod["containers"][0]["envFrom"] if "secretRef" in source]
+    mirrors = [
+        word for word in request if word.startswith("checkpoint.mirror=s3://") and word.endswith("$(RUN_DIR)")
+    ]
+    sources = [
+        source["secretRef"]["name"] for source in pod["containers"][0]["envFrom"] if "secretRef" in source
+    ]
     if any(re.search("KEY|TOKEN|PASSWORD|SECRET", name) for name in config) or any(
         d["kind"] == "Secret" for d in documents
     ):
@@ -203,7 +221,11 @@ def _storage(documents: list[Document], job: Document, config: dict[str, str]) -
         return
     if not mirrors:
         yield "a run on the disk of its pod is mirrored, each to a place of its own"
-    if any(d["spec"]["accessModes"] != ["ReadWriteOnce"] for d in documents if d["kind"] == "PersistentVolumeClaim"):
+    if any(
+        d["spec"]["accessModes"] != ["ReadWriteOnce"]
+        for d in documents
+        if d["kind"] == "PersistentVolumeClaim"
+    ):
         yield "with an object store no volume is shared"
     if "store-credentials" not in sources or any(
         container["envFrom"] != pod["containers"][0]["envFrom"] for container in containers(pod)
@@ -266,7 +288,9 @@ def request_of(container: Document) -> list[str]:
 def _processes(pod: Document) -> Iterator[str]:
     for container in containers(pod):
         words = container["command"]
-        if container["securityContext"].get("runAsUser") == 0:  # setpriv becomes user 10001, then starts the init
+        if (
+            container["securityContext"].get("runAsUser") == 0
+        ):  # setpriv becomes user 10001, then starts the init
             setpriv, *options = words[: words.index("tini")]
             if setpriv != "setpriv" or options != [
                 "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock",
@@ -296,9 +320,15 @@ def _network(documents: list[Document], job: Document, server: Document) -> Iter
     ):  # fmt: skip
         yield "trainers accept traffic from trainers, on all ports, and from no other pod"
     dns = [rule for rule in trainer["egress"] if any(port["port"] == 53 for port in rule.get("ports", []))]
-    if not dns or any("to" in rule for rule in dns) or {p["protocol"] for p in dns[0]["ports"]} != {"UDP", "TCP"}:
+    if (
+        not dns
+        or any("to" in rule for rule in dns)
+        or {p["protocol"] for p in dns[0]["ports"]} != {"UDP", "TCP"}
+    ):
         yield "DNS is allowed: port 53, both protocols, to anywhere"
-    to_mlflow = [rule for rule in trainer["egress"] if any(port["port"] == 5000 for port in rule.get("ports", []))]
+    to_mlflow = [
+        rule for rule in trainer["egress"] if any(port["port"] == 5000 for port in rule.get("ports", []))
+    ]
     peers = [peer["podSelector"]["matchLabels"] for rule in to_mlflow for peer in rule.get("to", [])]
     server_labels = server["spec"]["template"]["metadata"]["labels"].items()
     if not any(peer.items() <= server_labels for peer in peers):
@@ -323,7 +353,9 @@ def _restricted(document: Document, *, locks_memory: bool = False) -> Iterator[s
         yield "no namespace of the host"
     if any(set(volume) & {"hostPath"} for volume in pod.get("volumes", [])):
         yield "no path of the host"
-    if any("sizeLimit" not in volume["emptyDir"] for volume in pod.get("volumes", []) if "emptyDir" in volume):
+    if any(
+        "sizeLimit" not in volume["emptyDir"] for volume in pod.get("volumes", []) if "emptyDir" in volume
+    ):
         yield "a scratch volume has a size limit"
     if context.get("runAsNonRoot") is not True or context.get("runAsUser", 0) == 0:
         yield "no root"

@@ -95,8 +95,12 @@ class S3Server:
                 self.delete_bucket(self.make_bucket())
                 return self
             except (BotoCoreError, ClientError):
-                assert time.monotonic() < end, (self.folder / "server.log").read_text(errors="replace")[-3000:]
-                assert self.process.poll() is None, (self.folder / "server.log").read_text(errors="replace")[-3000:]
+                assert time.monotonic() < end, (self.folder / "server.log").read_text(errors="replace")[
+                    -3000:
+                ]
+                assert self.process.poll() is None, (self.folder / "server.log").read_text(errors="replace")[
+                    -3000:
+                ]
                 time.sleep(0.1)
 
     def make_bucket(self) -> str:
@@ -172,7 +176,9 @@ class Bucket:
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the keys of all objects, in order."""
-        pages = self.server.client().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        pages = (
+            self.server.client().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
+        )
         return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def read(self, key: str) -> bytes:
@@ -187,7 +193,11 @@ class Bucket:
 
 ERRORS = {
     "403": ("403 Forbidden", "AccessDenied", "Access Denied."),
-    "500": ("500 Internal Server Error", "InternalError", "We encountered an internal error. Please try again."),
+    "500": (
+        "500 Internal Server Error",
+        "InternalError",
+        "We encountered an internal error. Please try again.",
+    ),
     "503": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
 }
 """Faults that are an answer: status, code and message, as Amazon S3 gives them."""
@@ -295,7 +305,9 @@ class FaultProxy:
                 pass
         except (OSError, EOFError, asyncio.CancelledError):
             with contextlib.suppress(OSError):  # the client has closed it
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset it
+                connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )  # reset it
         finally:
             if server:
                 server.transport.abort()
@@ -456,7 +468,9 @@ def _error(fault: str, *, with_body: bool) -> bytes:
 
 
 def _serve() -> None:
-    parser = argparse.ArgumentParser(description="Start an S3 server with a bucket, and a proxy with latency.")
+    parser = argparse.ArgumentParser(
+        description="Start an S3 server with a bucket, and a proxy with latency."
+    )
     parser.add_argument("--latency", type=float, default=0, metavar="MS")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove the folder, as at Ctrl-C
@@ -465,8 +479,14 @@ def _serve() -> None:
     try:
         bucket = server.wait_ready().make_bucket()
         with FaultProxy(server.endpoint, latency_ms=options.latency) as proxy:
-            env = server.env | {"AWS_ENDPOINT_URL": proxy.endpoint, "DIRECT": server.endpoint, "BUCKET": bucket}
-            print(*(f"export {name}={shlex.quote(value)}" for name, value in env.items()), sep="\n", flush=True)
+            env = server.env | {
+                "AWS_ENDPOINT_URL": proxy.endpoint,
+                "DIRECT": server.endpoint,
+                "BUCKET": bucket,
+            }
+            print(
+                *(f"export {name}={shlex.quote(value)}" for name, value in env.items()), sep="\n", flush=True
+            )
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
     finally:

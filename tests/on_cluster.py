@@ -69,7 +69,11 @@ class Run:
         self.note = ""
 
     def wait(
-        self, text: str, condition: Callable[[], Any], within_s: float = math.inf, pause_s: float | None = None
+        self,
+        text: str,
+        condition: Callable[[], Any],
+        within_s: float = math.inf,
+        pause_s: float | None = None,
     ) -> Any:
         """Poll until the condition is true; return its value.
 
@@ -123,7 +127,9 @@ class Run:
 
         def living() -> list[dict[str, Any]]:
             return [
-                pod for pod in self.cluster.pods(index) if is_active(pod) and "deletionTimestamp" not in pod["metadata"]
+                pod
+                for pod in self.cluster.pods(index)
+                if is_active(pod) and "deletionTimestamp" not in pod["metadata"]
             ]
 
         pod: dict[str, Any] = self.wait(f"a pod of index {index}", living)[0]
@@ -166,7 +172,10 @@ def is_active(pod: dict[str, Any]) -> bool:
 
 def ends(pod: dict[str, Any], container: str) -> list[int]:
     """Return the exit code of a container of a pod, in a list; [] if it has not ended."""
-    statuses = [*(pod["status"].get("initContainerStatuses") or []), *(pod["status"].get("containerStatuses") or [])]
+    statuses = [
+        *(pod["status"].get("initContainerStatuses") or []),
+        *(pod["status"].get("containerStatuses") or []),
+    ]
     found = [status["state"] for status in statuses if status["name"] == container]
     return [state["terminated"]["exitCode"] for state in found if "terminated" in state]
 
@@ -219,7 +228,9 @@ def lose_peer_at_the_end(run: Run) -> None:
     run.wait("the FINISHED row of the journal", lambda: is_finished(run.rows()), pause_s=0)
     began = time.monotonic()
     is_running = any(
-        pod["metadata"]["name"] == peer and pod["status"].get("phase") == "Running" and not ends(pod, "trainer")
+        pod["metadata"]["name"] == peer
+        and pod["status"].get("phase") == "Running"
+        and not ends(pod, "trainer")
         for pod in run.cluster.pods(1)
     )
     if not is_running:
@@ -417,7 +428,9 @@ def check_mlflow(run: Run) -> str:
     twice = sorted(point for point, count in points.items() if count > 1)
     missing = sorted(expected - points.keys())
     if twice or missing:
-        raise Failure(f"MLflow has {len(twice)} points twice and lacks {len(missing)}: {[*twice, *missing][:3]}")
+        raise Failure(
+            f"MLflow has {len(twice)} points twice and lacks {len(missing)}: {[*twice, *missing][:3]}"
+        )
     return f"1 run, {len(points)} points"
 
 
@@ -450,7 +463,9 @@ def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Res
         cluster.delete()
 
 
-def attempt(case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None) -> None:
+def attempt(
+    case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None
+) -> None:
     """Run one case, again if its fault came too late; save the evidence if it does not pass."""
     for number in range(1, case.tries + 1):
         name = case.name if number == 1 else f"{case.name}-{number}"
@@ -472,7 +487,9 @@ def attempt(case: Case, cluster: Cluster, given: argparse.Namespace, result: Res
 
 
 def row(result: Result) -> str:
-    seconds = [f"{s:7.0f} s" if s is not None else f"{'–':>9}" for s in (result.continued_s, result.complete_s)]
+    seconds = [
+        f"{s:7.0f} s" if s is not None else f"{'–':>9}" for s in (result.continued_s, result.complete_s)
+    ]
     cells = [result.weights[:15], result.mlflow, result.why]
     return f"{result.case:<23} {result.result:<8} {' '.join(seconds)}  {'  '.join(cell for cell in cells if cell)}"
 
@@ -490,19 +507,37 @@ def dry_run(given: argparse.Namespace, cases: list[Case]) -> list[str]:
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--image", default="", help="training image, in a registry of the cluster")
     add("--mlflow-image", default="", help="MLflow image, likewise")
-    add("--render", default="", metavar="OPTIONS", help="further options of `pipeline k8s render`, and key=value words")
+    add(
+        "--render",
+        default="",
+        metavar="OPTIONS",
+        help="further options of `pipeline k8s render`, and key=value words",
+    )
     add("--namespace", default=f"ddp-pipeline-test-{secrets.token_hex(3)}", help="default: a new name")
-    add("--only", action="append", default=[], choices=CASES, metavar="CASE", help="run this case; may be repeated")
+    add(
+        "--only",
+        action="append",
+        default=[],
+        choices=CASES,
+        metavar="CASE",
+        help="run this case; may be repeated",
+    )
     add("--limit", type=float, default=900, metavar="SECONDS", help="time limit of a case (default 900)")
     add("--freeze", metavar="COMMAND", help="stops a node: its name takes the place of {node}")
     add("--thaw", metavar="COMMAND", help="restarts the node")
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
     add("--list", action="store_true", help="list the cases")
-    add("--dry-run", action="store_true", help="render the manifests of the cases and check them; needs no cluster")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="render the manifests of the cases and check them; needs no cluster",
+    )
     given = parser.parse_args(words)
     if not given.dry_run and not given.list and not (given.image and given.mlflow_image):
         parser.error("--image and --mlflow-image are required: images that the cluster can pull")

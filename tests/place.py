@@ -54,4 +54,6 @@ class Place:
 
     def events(self, run: str, name: str) -> list[dict[str, Any]]:
         """Return the journal rows of a run that have this event."""
-        return [row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name]
+        return [
+            row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name
+        ]

@@ -80,7 +80,9 @@ class Cluster:
         """Create the namespace. Raises Failure if it exists and is not that of a test."""
         found = self._owner()
         if found == "":
-            raise Failure(f"namespace {self.namespace} exists and was not made by a test: give another --namespace")
+            raise Failure(
+                f"namespace {self.namespace} exists and was not made by a test: give another --namespace"
+            )
         if found:
             self._delete()
         namespace["metadata"].setdefault("labels", {})[LABEL] = self._token
@@ -99,7 +101,9 @@ class Cluster:
         return str((json.loads(found)["metadata"].get("labels") or {}).get(LABEL, ""))
 
     def _delete(self) -> None:
-        self.kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--timeout=600s", timeout=630)
+        self.kubectl(
+            "delete", "namespace", self.namespace, "--ignore-not-found", "--timeout=600s", timeout=630
+        )
 
     def start(self, documents: list[Document]) -> None:
         """Replace the Job by a new one, and wait until MLflow answers."""
@@ -113,7 +117,9 @@ class Cluster:
     def apply(self, documents: list[Document]) -> None:
         """Apply the documents, without the namespace: that of `make` has a label of its own."""
         items = [document for document in documents if document["kind"] != "Namespace"]
-        self.kubectl("apply", "--filename", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+        self.kubectl(
+            "apply", "--filename", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        )
 
     def start_helper(self, documents: list[Document], avoid_node: str | None = None) -> None:
         """Start the helper anew, on a node other than `avoid_node`."""
@@ -135,7 +141,9 @@ class Cluster:
 
     def pods(self, index: int | None = None) -> list[dict[str, Any]]:
         """Return the pods of the trainers, of one index or of all."""
-        selector = "app=trainer" + (f",batch.kubernetes.io/job-completion-index={index}" if index is not None else "")
+        selector = "app=trainer" + (
+            f",batch.kubernetes.io/job-completion-index={index}" if index is not None else ""
+        )
         pods: list[dict[str, Any]] = self.get("pods", "--selector", selector)["items"]
         return pods
 

@@ -53,9 +53,15 @@ def draw(path: Path, undisturbed: Job, killed: Job, killed_at: int, digests: lis
         wide: dict[str, Any] = {"color": UNDISTURBED, "linewidth": 6, "solid_capstyle": "round"}
         axes.plot(*curve(undisturbed, key), label="undisturbed run", **wide)
         axes.plot(*curve(killed, key), label="killed and resumed run", color=KILLED, linewidth=1.4)
-        axes.axvspan(resumed_at, killed_at, color="gray", alpha=0.15, linewidth=0, label="steps trained twice")
-        axes.axvline(killed_at, color=SIGKILL, linewidth=1.6, label=f"SIGKILL to all processes at step {killed_at}")
-        axes.axvline(resumed_at, color=RESUME, linewidth=1.6, linestyle="--", label=f"resumed from step {resumed_at}")
+        axes.axvspan(
+            resumed_at, killed_at, color="gray", alpha=0.15, linewidth=0, label="steps trained twice"
+        )
+        axes.axvline(
+            killed_at, color=SIGKILL, linewidth=1.6, label=f"SIGKILL to all processes at step {killed_at}"
+        )
+        axes.axvline(
+            resumed_at, color=RESUME, linewidth=1.6, linestyle="--", label=f"resumed from step {resumed_at}"
+        )
     figure.axes[0].legend(fontsize=9, frameon=False)
     names = ("undisturbed", "killed and resumed")
     for height, name, digest in zip((0.075, 0.025), names, digests, strict=True):
@@ -72,7 +78,9 @@ def curve(job: Job, key: str) -> tuple[list[int], list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Draw a run that was killed and resumed beside an undisturbed one.")
+    parser = argparse.ArgumentParser(
+        description="Draw a run that was killed and resumed beside an undisturbed one."
+    )
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:

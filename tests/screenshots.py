@@ -63,7 +63,14 @@ PAGES = (
 
 def train(folder: Path, server: Server) -> Job:
     data = f"data.root={folder / 'data' / 'digits'}"
-    words = ["digits", data, f"track.uri={server.uri}", "track.register=digits@best", "train.epochs=6", "run.threads=1"]
+    words = [
+        "digits",
+        data,
+        f"track.uri={server.uri}",
+        "track.register=digits@best",
+        "train.epochs=6",
+        "run.threads=1",
+    ]
     job = Job(folder / "runs" / "digits", words, nproc=2)
     print(two_nodes(job, HOSTS).done, flush=True)
     sent = pipeline("sync", str(job.folder))  # the rest that the sender has not sent yet
@@ -78,7 +85,9 @@ def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
     page = scratch / "terminal.html"
     page.write_text(TERMINAL % "\n".join(lines))
     browser.open(page.as_uri(), WIDTH, 100)
-    size = browser.evaluate("(({width, height}) => [width, height])(document.body.firstChild.getBoundingClientRect())")
+    size = browser.evaluate(
+        "(({width, height}) => [width, height])(document.body.firstChild.getBoundingClientRect())"
+    )
     width, height = map(math.ceil, size)
     save("terminal", browser.capture(page.as_uri(), width, height, (), ("done step=",)), out)
     report = scratch / "runs" / "digits" / "report" / "index.html"
@@ -123,7 +132,9 @@ def render(output: str) -> Iterator[str]:
                 del cells[column:]
         for start in range(0, max(1, len(cells)), COLUMNS):
             row = cells[start : start + COLUMNS]
-            text = "".join(f"<b>{html.escape(shown)}</b>" if bold else html.escape(shown) for shown, bold in row)
+            text = "".join(
+                f"<b>{html.escape(shown)}</b>" if bold else html.escape(shown) for shown, bold in row
+            )
             yield text.replace("</b><b>", "").rstrip()
 
 
@@ -167,7 +178,10 @@ def main() -> int:
         server = Server(scratch).start().wait_ready()
         running.callback(server.kill)
         if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
-            print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
+            print(
+                "two host names need unprivileged user namespaces, which are not available here",
+                file=sys.stderr,
+            )
             return 2
         capture_all(browser, server, train(scratch / "two-nodes", server), options.out)
     return 0

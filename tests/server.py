@@ -79,7 +79,9 @@ class Server:
         return found[0]
 
     def runs(self, job: Job) -> list[Run]:
-        tag = next((row["run"] for row in read_rows(job.folder / "journal.jsonl") if "run" in row), "none yet")
+        tag = next(
+            (row["run"] for row in read_rows(job.folder / "journal.jsonl") if "run" in row), "none yet"
+        )
         experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
         return list(self.client.search_runs(experiments, f"tags.`pipeline.run` = '{tag}'"))
 
@@ -91,11 +93,15 @@ class Server:
     def check_points(self, job: Job) -> None:
         """Fail unless the server has each metric of the journal exactly once."""
         rows = [row for row in read_rows(job.folder / "journal.jsonl") if "metrics" in row]
-        points = [(row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()]
+        points = [
+            (row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()
+        ]
         assert self.points(self.run_of(job)) == sorted(points)
 
     def last_step(self, job: Job) -> int:
-        return max(point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss"))
+        return max(
+            point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss")
+        )
 
     def points(self, run: Run) -> list[tuple[int, str, float, int]]:
         """Return (step, key, value, timestamp) of all metrics of a run, sorted."""
@@ -112,7 +118,9 @@ class Gateway:
     A context manager: it listens inside.
     """
 
-    def __init__(self, upstream: str, fault: Callable[[str, int], str], certificate: Path | None = None) -> None:
+    def __init__(
+        self, upstream: str, fault: Callable[[str, int], str], certificate: Path | None = None
+    ) -> None:
         """fault: of `METHOD /path` and the size of the body, returns "", "reset", or an answer.
 
         An answer is a status, and a body that is not a page in HTML.
@@ -143,7 +151,9 @@ class Gateway:
                     connection.request(self.command, self.path, body, dict(self.headers))
                     answer = connection.getresponse()
                     left_out = ("transfer-encoding", "content-length", "connection")
-                    headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
+                    headers = {
+                        name: value for name, value in answer.getheaders() if name.lower() not in left_out
+                    }
                     self.answer(answer.status, headers, answer.read())
 
             do_POST = do_PUT = do_PATCH = do_DELETE = do_GET

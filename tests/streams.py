@@ -65,13 +65,17 @@ def make_trainer(root: Path, *overrides: str) -> Trainer:
     return Trainer(Job(config, plan, source, RunFolder(config.run_dir)), process, state, Records())
 
 
-def stream(root: Path, steps: range, *overrides: str, world: int = 1) -> tuple[list[GlobalBatch], set[tuple[int, str]]]:
+def stream(
+    root: Path, steps: range, *overrides: str, world: int = 1
+) -> tuple[list[GlobalBatch], set[tuple[int, str]]]:
     """Return the global batches of `steps` and all image defects that any rank found."""
     config, plan, source = prepare(root, world, *overrides)
     positions = range(steps.start * plan.accumulate, steps.stop * plan.accumulate)
     ranks = []
     for rank in range(world):
-        ranks.append(list(batches(TrainBatches(source.train, config, plan, rank), positions, plan, pin=False)))
+        ranks.append(
+            list(batches(TrainBatches(source.train, config, plan, rank), positions, plan, pin=False))
+        )
         assert len(ranks[-1]) == len(positions)
     global_batches = []
     for step in range(len(steps)):

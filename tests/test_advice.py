@@ -133,7 +133,17 @@ def start_holder(place: Place) -> None:
 
 
 def start_training(place: Place, *more: str) -> None:
-    command = [sys.executable, "-m", "pipeline", "train", "digits", *SMALL, *HELD, "train.max_steps=2000", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "train",
+        "digits",
+        *SMALL,
+        *HELD,
+        "train.max_steps=2000",
+        *more,
+    ]
     with open(place.path / "held.err", "w") as err:
         place.holder = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=err)
     wait_until(place, lambda: bool(place.events("held", "started")))
@@ -323,7 +333,9 @@ def test_the_remedy_for_a_run_with_a_mirror_works(place: Place, bucket: Bucket, 
 
 
 @pytest.mark.parametrize(
-    "row", [row if at % 6 == 5 else pytest.param(row, marks=pytest.mark.full) for at, row in enumerate(ROWS)], ids=str
+    "row",
+    [row if at % 6 == 5 else pytest.param(row, marks=pytest.mark.full) for at, row in enumerate(ROWS)],
+    ids=str,
 )
 def test_the_remedy_in_an_error_message_works(place: Place, row: Advice) -> None:
     port = str(free_port())

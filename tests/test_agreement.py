@@ -151,7 +151,9 @@ def test_doctor_and_train_refuse_the_same_mirrors(place: Place, bucket: Bucket, 
 )
 def test_doctor_and_train_refuse_the_same_requests(place: Place, case: Case) -> None:
     case.before(place)
-    words = [word.replace("_epochs", " epochs").replace("PORT", str(free_port())) for word in case.words.split()]
+    words = [
+        word.replace("_epochs", " epochs").replace("PORT", str(free_port())) for word in case.words.split()
+    ]
     processes = [{"--nproc": "--world"}.get(word, word) for word in words]
     code, err = place.doctor(*processes, **(NODE if case.as_node and "--nproc" not in words else {}))
     assert code == case.code, err

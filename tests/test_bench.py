@@ -78,7 +78,9 @@ def test_exact_mode_is_compared_in_one_group_of_processes() -> None:
 @pytest.mark.full
 def test_the_cost_of_tracking_is_printed_beside_the_ratio() -> None:
     result = bench("track", "track.every=1 step", *SIZE, *MODEL)
-    found = re.search(r"  tracked .* ([\d.]+) ms per step in the loop, [\d.]+% of a CPU in the sender", result.out)
+    found = re.search(
+        r"  tracked .* ([\d.]+) ms per step in the loop, [\d.]+% of a CPU in the sender", result.out
+    )
     assert found, result.out + result.err
     assert float(found[1]) > 0
 
@@ -130,5 +132,7 @@ def test_our_loader_is_compared_with_others(photos: Path) -> None:
     for name, row in found.items():
         assert row["images_per_s"] or (name in peers[2:] and "not installed" in str(row["note"])), row
     assert (found["reference"]["ratio"], found["reference"]["pixel_diff"]) == (1, 0)
-    plain, lossless, lossy = (float(str(found[name]["pixel_diff"])) for name in ("plain", "lossless", "lossy"))
+    plain, lossless, lossy = (
+        float(str(found[name]["pixel_diff"])) for name in ("plain", "lossless", "lossy")
+    )
     assert plain == lossless < 0.1 < lossy

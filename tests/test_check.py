@@ -35,9 +35,13 @@ def copy(root: Path, source: str, *targets: str) -> None:
 def good(tmp_path: Path) -> Path:
     """Return a folder of three classes, each with 3 images to train and 1 held out."""
     rng = np.random.default_rng(1)
-    for label, name in itertools.product(("ant", "bee", "cat"), ("train/{}/1", "train/{}/2", "train/{}/3", "val/{}/1")):
+    for label, name in itertools.product(
+        ("ant", "bee", "cat"), ("train/{}/1", "train/{}/2", "train/{}/3", "val/{}/1")
+    ):
         write(
-            tmp_path / "photos", name.format(label) + ".png", Image.fromarray(rng.integers(0, 256, (8, 9, 3), np.uint8))
+            tmp_path / "photos",
+            name.format(label) + ".png",
+            Image.fromarray(rng.integers(0, 256, (8, 9, 3), np.uint8)),
         )
     return tmp_path / "photos"
 
@@ -82,7 +86,9 @@ def test_equal_dark_and_turned_images_are_named_in_a_folder_and_in_a_pack(good: 
 def test_warnings_change_the_verdict_and_name_images(good: Path) -> None:
     clean = quick("data", "check", str(good)).out
     assert "warning:" not in clean
-    assert clean.splitlines()[-1].startswith(f"{good} is good: 9 images to train, 3 held out, 3 classes, digest ")
+    assert clean.splitlines()[-1].startswith(
+        f"{good} is good: 9 images to train, 3 held out, 3 classes, digest "
+    )
     make_odd(good)
     copy(good, "train/ant/3.png", *(f"train/ant/copy{number:02}.png" for number in range(45)))
     write(good, "val/ant/._1.png", Image.new("L", (9, 8)))
@@ -116,7 +122,10 @@ def test_defects_end_the_check_with_4_and_are_no_twins(good: Path) -> None:
     for name in ("train/ant/bad.png", "val/ant/bad.png", "val/bee/bad.png"):
         (good / name).write_bytes(b"no image")
     result = quick("data", "check", str(good), "--json")
-    assert (result.code, result.error) == (4, f"3 defects in the 15 images of {good}: fix or remove the files")
+    assert (result.code, result.error) == (
+        4,
+        f"3 defects in the 15 images of {good}: fix or remove the files",
+    )
     assert "bad.png" not in result.err
     report = json.loads(result.out)
     assert report["defects"] == [
@@ -153,7 +162,9 @@ def entries(split: str, labels: list[int]) -> Split:
 @pytest.mark.parametrize("number", range(8))
 def test_pairs_are_exact(number: int) -> None:
     rng = np.random.default_rng(number)
-    count, held_out, classes, contents = (int(rng.integers(*bounds)) for bounds in ((1, 60), (0, 60), (2, 5), (1, 60)))
+    count, held_out, classes, contents = (
+        int(rng.integers(*bounds)) for bounds in ((1, 60), (0, 60), (2, 5), (1, 60))
+    )
     labels = rng.integers(0, classes, count + held_out).tolist()
     index = Index(entries("train", labels[:count]), entries("val", labels[count:]), tuple("abcde"[:classes]))
     findings = Findings(index)

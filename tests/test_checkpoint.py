@@ -36,7 +36,9 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def write(run: RunFolder, *steps: int, keep: int = 2, best: int | None = None, log: Any = pytest.fail) -> list[Path]:
+def write(
+    run: RunFolder, *steps: int, keep: int = 2, best: int | None = None, log: Any = pytest.fail
+) -> list[Path]:
     """Write a checkpoint of each step, and return those that are then there, newest first."""
     writer = CheckpointWriter(run, keep, log, on_saved=print)
     for step in steps:
@@ -126,12 +128,17 @@ def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_would_unpack_to_more_than_its_size_is_refused(tmp_path: Path) -> None:
     torch.save({"format": 1, "model": {"weight": torch.zeros(8 << 20)}}, tmp_path / "stored.pt")
-    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(tmp_path / "deflated.pt", "w") as new:
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pt") as old,
+        zipfile.ZipFile(tmp_path / "deflated.pt", "w") as new,
+    ):
         for name in old.namelist():
             new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
     data = (tmp_path / "deflated.pt").read_bytes()
     assert len(data) < 64 << 10
-    with pytest.raises(StorageError, match=r"deflated.pt is not a checkpoint: its parts would unpack to 33,55\d,\d+ b"):
+    with pytest.raises(
+        StorageError, match=r"deflated.pt is not a checkpoint: its parts would unpack to 33,55\d,\d+ b"
+    ):
         decode(data, "deflated.pt")
     assert decode((tmp_path / "stored.pt").read_bytes(), "stored.pt")["format"] == 1
 
@@ -179,7 +186,10 @@ def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
     monkeypatch.setattr(checkpoint_files, list_checkpoints.__name__, refuse)
-    for word, line in (("x" * 300, "run.resume=x+ is not"), ("auto", f"run.dir={tmp_path} cannot be .*Permission d")):
+    for word, line in (
+        ("x" * 300, "run.resume=x+ is not"),
+        ("auto", f"run.dir={tmp_path} cannot be .*Permission d"),
+    ):
         with pytest.raises(RequestError, match=line):
             find(load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, print)
 
@@ -211,7 +221,9 @@ def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: 
 
 
 def test_a_checkpoint_that_is_removed_while_the_folder_is_read_is_passed_over(folder: Path) -> None:
-    (folder / "step-00000003.0123456789abcdef.pt").symlink_to("gone")  # listed, and cannot be asked for its time
+    (folder / "step-00000003.0123456789abcdef.pt").symlink_to(
+        "gone"
+    )  # listed, and cannot be asked for its time
     assert step_of(checkpoint_files.find(folder)) == 2
 
 
@@ -232,7 +244,14 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run:
 def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     run = Job(
         tmp_path_factory.mktemp("trained") / "run",
-        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=12", "checkpoint.every=4 steps"],
+        [
+            "digits",
+            f"data.root={digits}",
+            *SMALL,
+            "train.epochs=2",
+            "train.max_steps=12",
+            "checkpoint.every=4 steps",
+        ],
     )
     assert run.run().done["step"] == "12"
     return run
@@ -290,7 +309,9 @@ def test_forbidden_changes_on_resume_are_refused_by_name(trained: Job, tmp_path:
 
 @pytest.mark.full
 @pytest.mark.fault("F3")
-def test_changed_workers_and_prefetching_change_no_result(trained: Job, expected_out: str, tmp_path: Path) -> None:
+def test_changed_workers_and_prefetching_change_no_result(
+    trained: Job, expected_out: str, tmp_path: Path
+) -> None:
     for steps, workers, prefetch in ((4, 0, 1), (8, 4, 4), (12, 1, 1)):
         words = [f"train.max_steps={steps}", f"data.workers={workers}", f"data.prefetch={prefetch}"]
         result = Job(tmp_path / "run", [*trained.arguments, *words]).run()
@@ -358,7 +379,14 @@ def test_changed_data_is_refused_and_named(trained: Job, tmp_path: Path, digits:
 def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path, digits: Path) -> None:
     run = Job(
         tmp_path / "run",
-        ["digits", f"data.root={digits}", *SMALL, "optimizer.lr=1e6", "schedule.warmup=0", "checkpoint.every=1 steps"],
+        [
+            "digits",
+            f"data.root={digits}",
+            *SMALL,
+            "optimizer.lr=1e6",
+            "schedule.warmup=0",
+            "checkpoint.every=1 steps",
+        ],
         nproc=2,
     )
     first = run.run()
@@ -370,12 +398,16 @@ def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path
     second = run.run()
     assert (second.code, second.error) == (3, first.error)
     assert second.seconds < 5, "it fails before it trains"
-    resumed = Job(run.folder, [*run.arguments, f"run.resume={run.folder}", "train.max_steps=1"], nproc=2).run()
+    resumed = Job(
+        run.folder, [*run.arguments, f"run.resume={run.folder}", "train.max_steps=1"], nproc=2
+    ).run()
     assert resumed.code == 0, resumed.err
 
 
 @pytest.mark.full
-def test_the_command_line_and_torchrun_report_the_exit_code_of_the_ranks(tmp_path: Path, digits: Path) -> None:
+def test_the_command_line_and_torchrun_report_the_exit_code_of_the_ranks(
+    tmp_path: Path, digits: Path
+) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "model.arch=resnet"]
     for by_torchrun in (False, True):
         result = Job(tmp_path / f"run-{by_torchrun}", words, nproc=2, by_torchrun=by_torchrun).run()

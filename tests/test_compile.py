@@ -29,7 +29,14 @@ SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=
 @pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
 def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, digits: Path) -> None:
     # the graphs of test_equivalence, so that the compiler's cache has them the second time
-    words = ["digits", f"data.root={digits}", *SMALL, *COMPILED[1].words.split(), "batch.global=96", "train.ema=0.9"]
+    words = [
+        "digits",
+        f"data.root={digits}",
+        *SMALL,
+        *COMPILED[1].words.split(),
+        "batch.global=96",
+        "train.ema=0.9",
+    ]
     uninterrupted = assert_resumes(tmp_path, [*words, "train.epochs=1"], 5, nproc=1)
     assert "compiled       yes: train.compile=on" in uninterrupted.log()
 
@@ -72,7 +79,9 @@ def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: 
         "    plain = torch.compile\n"
         "    torch.compile = lambda module, **options: plain(module, backend=compile_slowly, **options)\n"
     )
-    run = Job(tmp_path / "run", words, nproc=2, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    run = Job(
+        tmp_path / "run", words, nproc=2, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    )
     assert run.run().code == 0, run.log()
     assert run.output().count("compiling") == 8, "each rank, two parts of the model at two sizes"
 
@@ -92,7 +101,10 @@ def test_a_signal_that_ends_the_compiler_is_no_permanent_failure(tmp_path: Path,
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
     run = Job(tmp_path / "run", words, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
     result = run.run()
-    assert (result.code, result.error) == (75, "asked to stop before a step was made: the same command starts again")
+    assert (result.code, result.error) == (
+        75,
+        "asked to stop before a step was made: the same command starts again",
+    )
     assert not (run.folder / FAILURE).exists()
 
 

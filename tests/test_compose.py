@@ -62,7 +62,9 @@ def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
     assert found["cap_drop"] == ["ALL"]
     assert set(found.get("cap_add", [])) <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
     assert not found.get("cap_add") or name == "postgres", "only postgres's image starts as root"
-    memory, processes = (str(found[limit]).rpartition(":-")[2].rstrip("}") for limit in ("mem_limit", "pids_limit"))
+    memory, processes = (
+        str(found[limit]).rpartition(":-")[2].rstrip("}") for limit in ("mem_limit", "pids_limit")
+    )
     assert int(processes) > 0
     assert (memory == "0") == (name == "trainer"), "SECURITY.md says so"
     assert all("size=" in place for place in found["tmpfs"])
@@ -131,7 +133,9 @@ def test_versions_and_base_images_agree_in_all_files() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert f"ARG VERSION={pipeline.__version__}\n" in dockerfile
     texts = "".join(path.read_text() for path in (*FILES, ROOT / ".env.example"))
-    assert set(re.findall(r"nvidia/cuda:[\w.-]+", texts)) == set(re.findall(r"nvidia/cuda:[\w.-]+", dockerfile))
+    assert set(re.findall(r"nvidia/cuda:[\w.-]+", texts)) == set(
+        re.findall(r"nvidia/cuda:[\w.-]+", dockerfile)
+    )
 
 
 def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
@@ -151,7 +155,9 @@ def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
 
 def test_the_trainer_of_the_store_keeps_nothing_and_has_the_key_of_the_store() -> None:
     trainer, store = (service(name, "docker-compose.s3.yml") for name in ("trainer", "store"))
-    assert trainer["volumes"] == [{"type": "volume", "target": "/runs"}], "no name, so no other container finds it"
+    assert trainer["volumes"] == [{"type": "volume", "target": "/runs"}], (
+        "no name, so no other container finds it"
+    )
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     assert [trainer["environment"][key] for key in keys] == [store["environment"][key] for key in keys]
     assert trainer["command"] == service("trainer")["command"].replace(
@@ -169,8 +175,19 @@ class Store(Weed):
         text = (ROOT / "Dockerfile").read_text().partition(" AS store\n")[2].partition("ENTRYPOINT ")[2]
         words = json.loads(text.partition("]")[0].replace("\\\n", "") + "]")
         s3_port, *ports = self.more_ports
-        names = ("master", "volume", "filer", "master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc")
-        given = [f"-{name if '.' in name else f'{name}.port'}={port}" for name, port in zip(names, ports, strict=False)]
+        names = (
+            "master",
+            "volume",
+            "filer",
+            "master.port.grpc",
+            "volume.port.grpc",
+            "filer.port.grpc",
+            "s3.port.grpc",
+        )
+        given = [
+            f"-{name if '.' in name else f'{name}.port'}={port}"
+            for name, port in zip(names, ports, strict=False)
+        ]
         changes = {
             "python3": sys.executable, "/opt/forward.py": str(ROOT / "docker/forward.py"),
             "8333": str(self.port), "8334": str(s3_port), "-s3.port=8334": f"-s3.port={s3_port}",
@@ -205,7 +222,11 @@ def _open_ports(group: int) -> set[tuple[str, int]]:
         with suppress(OSError):  # it has ended
             if os.getpgid(int(descriptor.parts[2])) == group:
                 sockets.add(os.readlink(descriptor))
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     listening = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
     return {(address, int(port, 16)) for address, port in listening}
 

@@ -115,7 +115,9 @@ def test_every_key_documents_itself_and_its_values() -> None:
         assert key == "recipe" or f"  {key}=" in describe_keys()
         assert schema["description"]
         for option in schema.get("anyOf", [schema]):
-            assert option.get("pattern", plain) == plain or "allowed" in option, "patterns are described in words"
+            assert option.get("pattern", plain) == plain or "allowed" in option, (
+                "patterns are described in words"
+            )
 
 
 @pytest.mark.parametrize("null", ["null", "~", ""])
@@ -138,7 +140,9 @@ def test_a_run_without_a_folder_gets_the_default(recipe: Callable[[str], Path]) 
     assert load(str(recipe(DIGITS.replace("run:", "run:\n  dir: null"))), []).run.dir == "runs/mine"
 
 
-def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert load("digits", ["track.uri=sqlite:///~/x.db"]).track.uri == "sqlite:////home/me/x.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///~/x.db")
@@ -150,7 +154,9 @@ def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(mo
             uri_in_environment()
 
 
-def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_expanded_and_normalized(
+    recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     words = ["run.dir=~/runs//x/", "run.resume=~/runs/y", "data.root=~/data/./t4/", "model.init=~/w.pt"]
     config = load("digits", words)
@@ -208,10 +214,14 @@ def test_a_password_is_used_and_never_written(uri: str, written: str) -> None:
     config = load("digits", [f"track.uri={uri}"])
     assert config.track.uri == uri
     assert yaml.safe_load(config.to_yaml())["track"]["uri"] == written
-    assert "hunter2" not in config.to_yaml() + config.model_dump_json() + refused("digits", f"track.urn={uri}")
+    assert "hunter2" not in config.to_yaml() + config.model_dump_json() + refused(
+        "digits", f"track.urn={uri}"
+    )
 
 
-@pytest.mark.parametrize("value", ["me:hunter2@host", "http://me:hun hunter2@host", "s3://me:hunter2@bucket/x"])
+@pytest.mark.parametrize(
+    "value", ["me:hunter2@host", "http://me:hun hunter2@host", "s3://me:hunter2@bucket/x"]
+)
 def test_no_refusal_repeats_a_password(value: str) -> None:
     for key in ("track.uri", "track.urn", "checkpoint.mirror", "data.source", "batch.global"):
         if (key, value[:2]) != ("checkpoint.mirror", "s3"):  # the store refuses it
@@ -220,7 +230,9 @@ def test_no_refusal_repeats_a_password(value: str) -> None:
 
 
 def test_every_url_in_a_text_loses_only_its_password() -> None:
-    text = "neither http://a:b/c@host:1 nor s3:/d:e#f@b/x nor file:///a@b, says me@host of models:/digits@best"
+    text = (
+        "neither http://a:b/c@host:1 nor s3:/d:e#f@b/x nor file:///a@b, says me@host of models:/digits@best"
+    )
     hidden = "neither http://host:1 nor s3:/b/x nor file:///a@b, says me@host of models:/digits@best"
     assert without_password(text) == hidden
 
@@ -244,7 +256,12 @@ HIDDEN = {
 
 def test_a_password_ends_where_its_library_ends_it_and_an_at_sign_in_a_path_is_no_end() -> None:
     for uri in PLAIN.split():
-        assert without_password(uri) == without_password(f"{uri} x").removesuffix(" x") == hide_credentials(uri) == uri
+        assert (
+            without_password(uri)
+            == without_password(f"{uri} x").removesuffix(" x")
+            == hide_credentials(uri)
+            == uri
+        )
         assert split_credentials(uri) == (uri, "", "")
     for uri, hidden in HIDDEN.items():
         assert hide_credentials(uri) == hidden

@@ -84,7 +84,16 @@ Popen = subprocess.Popen[bytes]
 @pytest.fixture(scope="module")
 def layers(images: None) -> Iterator[tuple[Popen, Popen]]:
     """Search all layers of the images for the secret, in the background: it takes a minute."""
-    search = ["grep", "--only-matching", "--fixed-strings", "--text", "--regexp", CANARY, "--regexp", TEXT_IN_LAYER]
+    search = [
+        "grep",
+        "--only-matching",
+        "--fixed-strings",
+        "--text",
+        "--regexp",
+        CANARY,
+        "--regexp",
+        TEXT_IN_LAYER,
+    ]
     with (
         subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saving,
         subprocess.Popen(search, stdin=saving.stdout, stdout=subprocess.PIPE, text=True) as searching,
@@ -97,7 +106,9 @@ def layers(images: None) -> Iterator[tuple[Popen, Popen]]:
 @pytest.fixture(scope="module")
 def project(images: None, layers: tuple[Popen, Popen]) -> Iterator[Project]:
     """Train the digits with the command of the README and return the compose project."""
-    project = Project("pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION})
+    project = Project(
+        "pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION}
+    )
     project.compose("down", "--volumes", "--timeout", "0")
     try:
         project.compose("up", "--detach", OVERRIDES=EXACT)
@@ -135,7 +146,9 @@ def test_up_trains_the_digits_and_mlflow_has_the_run(
     )
 
 
-def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(project: Project, expected: dict[str, str]) -> None:
+def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(
+    project: Project, expected: dict[str, str]
+) -> None:
     import mlflow
 
     env = {"RUN": "killed", "OVERRIDES": EXACT}
@@ -156,7 +169,9 @@ def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(project: Proj
     assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"], (
         "one run for each training, not for each start"
     )
-    points = [(point.step, point.value) for point in client.get_metric_history(runs[0].info.run_id, "train/loss")]
+    points = [
+        (point.step, point.value) for point in client.get_metric_history(runs[0].info.run_id, "train/loss")
+    ]
     assert sorted(points) == sorted(
         (point.step, point.value) for point in client.get_metric_history(runs[1].info.run_id, "train/loss")
     )
@@ -180,7 +195,9 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
     stored.compose("down", "--volumes", "--timeout", "0")
     try:
         stored.compose("up", "--detach")
-        stored.wait_for(lambda: list(bucket.objects.filter(Prefix="mirrored/checkpoints/")), "checkpoint in the bucket")
+        stored.wait_for(
+            lambda: list(bucket.objects.filter(Prefix="mirrored/checkpoints/")), "checkpoint in the bucket"
+        )
         stored.wait_for(lambda: stored.step("mirrored") >= 40, "step 40")
         stored.compose("kill", "trainer")
         volumes = _anonymous_volumes(stored)
@@ -206,7 +223,9 @@ def _anonymous_volumes(project: Project) -> list[str]:
     """Return the names of the volumes that belong to the trainer's container alone."""
     mounts = json.loads(docker("inspect", project.container("trainer")))[0]["Mounts"]
     return [
-        mount["Name"] for mount in mounts if mount["Type"] == "volume" and re.fullmatch("[0-9a-f]{64}", mount["Name"])
+        mount["Name"]
+        for mount in mounts
+        if mount["Type"] == "volume" and re.fullmatch("[0-9a-f]{64}", mount["Name"])
     ]
 
 
@@ -225,7 +244,9 @@ def test_docker_stop_saves_the_last_step(project: Project, seed: int) -> None:
     assert time.monotonic() - started < 20
     assert project.wait() not in (0, 137)
     shell = ["run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c"]
-    output = project.compose(*shell, f"ls /runs/{run}/checkpoints | tail -n 1; tail -n 1 /runs/{run}/trace.jsonl")
+    output = project.compose(
+        *shell, f"ls /runs/{run}/checkpoints | tail -n 1; tail -n 1 /runs/{run}/trace.jsonl"
+    )
     saved, trained = re.findall(r"step-(\d{8})\.", output), re.findall(r'"step": (\d+)', output)
     assert int(saved[-1]) == int(trained[-1])
     assert f"step {int(trained[-1])} is saved" in project.logs("trainer")
@@ -240,11 +261,15 @@ def test_a_container_has_minimal_privileges(project: Project) -> None:
         assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
         assert host["SecurityOpt"] == ["no-new-privileges:true"]
         assert "docker.sock" not in json.dumps(found["Mounts"])
-    status = project.compose("run", "--rm", "--no-deps", "--entrypoint", "cat", "trainer", "/proc/self/status")
+    status = project.compose(
+        "run", "--rm", "--no-deps", "--entrypoint", "cat", "trainer", "/proc/self/status"
+    )
     assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
     assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
     assert re.search(r"^Uid:\s+10001\s+10001", status, re.MULTILINE)
-    write = project.compose("run", "--rm", "--no-deps", "--entrypoint", "touch", "trainer", "/opt/x", check=False)
+    write = project.compose(
+        "run", "--rm", "--no-deps", "--entrypoint", "touch", "trainer", "/opt/x", check=False
+    )
     assert "Read-only file system" in write
 
 
@@ -259,7 +284,9 @@ def test_the_image_has_the_prerequisites_of_torch_compile(project: Project) -> N
 
 
 def test_the_image_has_jpegtran(project: Project) -> None:
-    code = "from pipeline.addons.datasets.jpeg_restarts import check_jpegtran; check_jpegtran(); print('usable')"
+    code = (
+        "from pipeline.addons.datasets.jpeg_restarts import check_jpegtran; check_jpegtran(); print('usable')"
+    )
     found = project.compose("run", "--rm", "--no-deps", "--entrypoint", "python", "trainer", "-c", code)
     assert "usable" in found
 
@@ -384,7 +411,10 @@ SINGLE_FAULTS = ("", "--kill 1@25", "--kill 0@25", "--cut 1@25:5")
 
 @pytest.mark.parametrize(
     "faults",
-    ["--kill 1@15 --cut 1@30:5 --kill 0@45", *(pytest.param(fault, marks=pytest.mark.long) for fault in SINGLE_FAULTS)],
+    [
+        "--kill 1@15 --cut 1@30:5 --kill 0@45",
+        *(pytest.param(fault, marks=pytest.mark.long) for fault in SINGLE_FAULTS),
+    ],
 )
 def test_a_rehearsal_ends_with_the_same_weights(two_processes: str, faults: str) -> None:
     result = pipeline("rehearse", "digits", "--nodes", "2", *faults.split(), *REHEARSED, timeout=600)
@@ -411,7 +441,9 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
     assert process.returncode == 75
     assert len(hosts) >= 2
     assert all(host["Memory"] > 0 and host["PidsLimit"] > 0 and host["ReadonlyRootfs"] for host in hosts)
-    assert all((host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"]) for host in hosts)
+    assert all(
+        (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"]) for host in hosts
+    )
     _assert_nothing_is_left(log)
 
 

@@ -46,7 +46,9 @@ from pipeline.data.workers import Allocate, Workers
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 
-PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
+PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(
+    np.uint8
+)  # [40, 48, 3]
 
 
 def small_png(shade: int = 0) -> bytes:
@@ -109,7 +111,9 @@ def test_an_index_has_each_image_once_in_name_order_and_round_trips_through_its_
     assert names(index.val) == [b"val/cat/1.png", b"val/dog/1.png"]
     assert (index.train.labels.tolist(), index.val.labels.tolist()) == ([0, 0, 0, 1, 1], [0, 1])
     assert index.classes == ("cat", "dog")
-    assert index.train.sizes.tolist() == [(folder / name.decode()).stat().st_size for name in names(index.train)]
+    assert index.train.sizes.tolist() == [
+        (folder / name.decode()).stat().st_size for name in names(index.train)
+    ]
     restored = Index.from_bytes(index.to_bytes())
     assert (restored.to_bytes(), restored.digest) == (index.to_bytes(), index.digest)
     for damaged in (b"", b"nonsense", index.to_bytes()[:-9], index.to_bytes()[:40]):
@@ -171,7 +175,13 @@ def test_a_changed_size_is_detected_if_sizes_are_checked_and_a_damaged_cache_is_
     before = open_index(folder, HoldOut(), tmp_path, check_sizes=True)
     (path,) = (folder / manifest.CACHE).glob("*.index")
     content = path.read_bytes()
-    for damaged in (b"", content[:100], content[:-20] + bytes(20), content.replace(b"dog", b"cow"), b"x" * 1000):
+    for damaged in (
+        b"",
+        content[:100],
+        content[:-20] + bytes(20),
+        content.replace(b"dog", b"cow"),
+        b"x" * 1000,
+    ):
         path.write_bytes(damaged)
         index = open_index(folder, HoldOut(), tmp_path, check_sizes=False)
         assert (index.digest, index.classes) == (before.digest, ("cat", "dog"))
@@ -198,7 +208,9 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
 
 
 def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
-    root = fill(tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png")
+    root = fill(
+        tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png"
+    )
     index = open_index(root, HoldOut(), tmp_path, check_sizes=True)
     assert open_index(root, HoldOut(), tmp_path, check_sizes=True).digest == index.digest
     assert names(index.train) == [b"train/c\xff/\xfe.png", b"train/d/1 \n2.png"]
@@ -210,7 +222,10 @@ def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
 
 @pytest.mark.fault("E6")
 def test_an_index_of_200000_images_is_small() -> None:
-    entries = [(b"train/n%08d/n%08d_%d.JPEG" % (i % 1000, i % 1000, i), 110_000 + i, i % 1000) for i in range(200_000)]
+    entries = [
+        (b"train/n%08d/n%08d_%d.JPEG" % (i % 1000, i % 1000, i), 110_000 + i, i % 1000)
+        for i in range(200_000)
+    ]
     split = Split.from_entries(entries)
     assert sum(array.nbytes for array in vars(split).values()) < 20_000_000
     assert all(isinstance(array, np.ndarray) and not array.dtype.hasobject for array in vars(split).values())
@@ -222,8 +237,14 @@ def test_an_index_of_200000_images_is_small() -> None:
 
 def test_the_share_of_each_class_is_held_out(tmp_path: Path) -> None:
     counts = {"one": 1, "two": 2, "three": 3, "seven": 7, "twenty": 20, "hundred": 100}
-    root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind, count in counts.items() for i in range(count)))
-    for share, expected in ((0.1, [0, 0, 1, 1, 2, 10]), (0.3, [0, 1, 1, 2, 6, 30]), (0.9, [0, 1, 2, 6, 18, 90])):
+    root = fill(
+        tmp_path / "images", *(f"{kind}/{i}.png" for kind, count in counts.items() for i in range(count))
+    )
+    for share, expected in (
+        (0.1, [0, 0, 1, 1, 2, 10]),
+        (0.3, [0, 1, 1, 2, 6, 30]),
+        (0.9, [0, 1, 2, 6, 18, 90]),
+    ):
         index = scan(root, HoldOut(share))
         held_out = dict(zip(index.classes, np.bincount(index.val.labels, minlength=6).tolist(), strict=True))
         assert list(map(held_out.get, counts)) == expected
@@ -283,9 +304,13 @@ def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_p
 
 
 def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> None:
-    root = fill(tmp_path / "images", *(f"class {i:02}/{j}.png" for i in range(40) for j in range(1 + 2 * (i == 7))))
+    root = fill(
+        tmp_path / "images", *(f"class {i:02}/{j}.png" for i in range(40) for j in range(1 + 2 * (i == 7)))
+    )
     by_file = HoldOut(0.1, "file")
-    held_out = [f"class {i:02}" for i in range(40) if i != 7 and by_file.chosen([(b"class %02d/0.png" % i, i)])]
+    held_out = [
+        f"class {i:02}" for i in range(40) if i != 7 and by_file.chosen([(b"class %02d/0.png" % i, i)])
+    ]
     assert len(held_out) > 1
     assert f"no image to train of class {', '.join(held_out[:5])}" in refused(lambda: scan(root, by_file))
 
@@ -326,7 +351,9 @@ def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> Non
 @pytest.mark.fault("E2")
 def test_data_check_names_each_defect_once(folder: Path) -> None:
     good = quick("data", "check", str(folder))
-    assert good.out.splitlines()[-1].startswith(f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest ")
+    assert good.out.splitlines()[-1].startswith(
+        f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest "
+    )
     (folder / "train/cat/1.png").write_bytes(b"")
     (folder / "train/cat/2.PNG").write_text("hello: world")
     (folder / "train/dog/1.png").unlink()
@@ -383,7 +410,11 @@ def test_sums_name_no_file_that_is_not_an_image_of_the_folder(folder: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "codes"),
-    [("train/cat/pipe.png", (4, 0)), (checksums.SUMS, (2, 2)), (f"{manifest.CACHE}/{'0' * 16}.index", (0, 0))],
+    [
+        ("train/cat/pipe.png", (4, 0)),
+        (checksums.SUMS, (2, 2)),
+        (f"{manifest.CACHE}/{'0' * 16}.index", (0, 0)),
+    ],
 )
 def test_a_named_pipe_is_not_waited_for(folder: Path, name: str, codes: tuple[int, int]) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
@@ -395,7 +426,9 @@ def test_a_named_pipe_is_not_waited_for(folder: Path, name: str, codes: tuple[in
 
 
 @pytest.mark.fault("E2")
-def test_a_flipped_bit_in_any_image_is_named(tmp_path: Path, notes: Notes, pytestconfig: pytest.Config) -> None:
+def test_a_flipped_bit_in_any_image_is_named(
+    tmp_path: Path, notes: Notes, pytestconfig: pytest.Config
+) -> None:
     count = 400 if pytestconfig.getoption("--faults") == "long" else 50
     names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(count)]
     root = fill(tmp_path / "images", *names, "val/a/1.png", "val/b/1.png")
@@ -483,7 +516,9 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadImageError, match=r"^21000 × 21000 pixels, more than the 80,000,000 allowed$"):
         decode(bomb)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB; the decoded image has 1.3 GB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    )  # KiB; the decoded image has 1.3 GB
 
 
 @pytest.mark.fault("E1")
@@ -532,7 +567,12 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
         lambda root: [path.unlink() for path in (root / "train/cat").glob("*.png")],
         lambda root: (root.parent / "store").rename(root.with_name("away")),
     ],
-    ids=["root gone", "split gone", "an empty folder, as of a volume that is not mounted", "where links lead is gone"],
+    ids=[
+        "root gone",
+        "split gone",
+        "an empty folder, as of a volume that is not mounted",
+        "where links lead is gone",
+    ],
 )
 def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callable[[Path], object]) -> None:
     store = fill(tmp_path / "store", "2.png")
@@ -548,7 +588,9 @@ def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callabl
 
 def test_an_input_output_error_is_an_outage_and_no_defect(folder: Path) -> None:
     (folder / "train/cat/1.png").unlink()
-    (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # can be opened, but reading at 0 fails with EIO
+    (folder / "train/cat/1.png").symlink_to(
+        "/proc/self/mem"
+    )  # can be opened, but reading at 0 fails with EIO
     images = source_from_index(folder, scan(folder, HoldOut())).train
     with pytest.raises(OutageError, match=r"/train/cat/1.png: Input/output error"):
         images.read(0)
@@ -592,7 +634,9 @@ def test_links_to_a_place_that_is_away_are_an_outage_when_images_are_indexed(
         (tmp_path / "store").mkdir()
     with pytest.raises(OutageError, match=f"the data is out of reach .*{name}: No such file"):
         scan(folder, HoldOut())
-    unknown = replace(before.train, sizes=np.full_like(before.train.sizes, MISSING))  # an older version kept these
+    unknown = replace(
+        before.train, sizes=np.full_like(before.train.sizes, MISSING)
+    )  # an older version kept these
     with pytest.raises(OutageError if name == LINKED[0] else UnreadableError):
         source_from_index(folder, replace(before, train=unknown)).train.read(0)
 
@@ -614,10 +658,15 @@ def test_loaders_wait_for_missing_data_and_return_the_same_batches(
     restore.start()
     loaded = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
     restore.join()
-    assert ([joined([batch]) for batch in loaded], {defect for batch in loaded for defect in batch.defects}) == expected
+    assert (
+        [joined([batch]) for batch in loaded],
+        {defect for batch in loaded for defect in batch.defects},
+    ) == expected
     assert all(batch.outage is None for batch in loaded)
     log = capfd.readouterr().err
-    assert 1 <= log.count("waiting for it, 150 s at most") == log.count("the data is back after ") <= 2, "each worker"
+    assert 1 <= log.count("waiting for it, 150 s at most") == log.count("the data is back after ") <= 2, (
+        "each worker"
+    )
 
 
 @pytest.mark.fault("J3")
@@ -643,7 +692,9 @@ def test_a_loader_worker_computes_with_one_thread() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_give_up_on_data_that_stays_missing(tmp_path: Path, partly_bad: Path, workers: int) -> None:
-    config, plan, source = prepare(partly_bad, 1, f"data.workers={workers}", "run.timeout=1", "evaluate.batch=5")
+    config, plan, source = prepare(
+        partly_bad, 1, f"data.workers={workers}", "run.timeout=1", "evaluate.batch=5"
+    )
     partly_bad.rename(tmp_path / "away")
     for data in (TrainBatches(source.train, config, plan, 0), EvalBatches(source.val, config)):
         (batch,) = batches(data, range(1), plan, pin=False)
@@ -659,7 +710,9 @@ def test_an_extreme_aspect_ratio_is_cropped_at_its_center(shape: tuple[int, int]
     seen = center_crop(pixels, 224, 256)
     assert (seen.shape, seen.dtype) == ((3, 224, 224), torch.uint8)
     assert seen.max() > 100
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # KiB; the resized image has 2 GB
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
+    )  # KiB; the resized image has 2 GB
 
 
 # --- bad images in a run
@@ -689,7 +742,9 @@ def test_bad_images_are_replaced_identically_at_any_number_of_ranks_and_workers(
         assert stream(partly_bad, range(3), *words, world=world) == (expected, defects)
     rows = [pair for batch in expected for pair in zip(batch.ids, batch.labels, strict=True)]
     assert all(label == sample // 40 for sample, label in rows if sample not in bad)
-    assert any(label != sample // 40 for sample, label in rows if sample in bad), "a replacement has its own label"
+    assert any(label != sample // 40 for sample, label in rows if sample in bad), (
+        "a replacement has its own label"
+    )
 
 
 def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
@@ -735,7 +790,9 @@ def jpegs() -> dict[str, bytes]:
         "grey": encoded(image.convert("L"), "JPEG"), "RGB": encoded(image, "JPEG", keep_rgb=True),
     }  # fmt: skip
     wide = simplejpeg.encode_jpeg(np.asarray(photo(128, 160)), colorsubsampling="411")
-    whole["4:4:1"] = wide.replace(b"\x01\x41\x00", b"\x01\x14\x00", 1)  # the factors of luma, in the frame's header
+    whole["4:4:1"] = wide.replace(
+        b"\x01\x41\x00", b"\x01\x14\x00", 1
+    )  # the factors of luma, in the frame's header
     cut = {f"{kind}, cut": data[: len(data) // 2] for kind, data in whole.items()}
     no_end = {f"{kind}, without an end": data[:-2] for kind, data in whole.items()}
     surplus = {f"{kind}, surplus": data[:-2] + b"surplus" + data[-2:] for kind, data in whole.items()}

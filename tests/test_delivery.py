@@ -90,7 +90,9 @@ def parts_at(server: Server, run: Run) -> set[str]:
         "description": "mlflow.note.content" in run.data.tags,
         "inputs": run.inputs.dataset_inputs,
         "files": {"config.yaml", "plan.json", "journal.jsonl", "receipt.json"} <= files,
-        "figures": any(file.path.endswith(".png") for file in server.client.list_artifacts(run.info.run_id, "images")),
+        "figures": any(
+            file.path.endswith(".png") for file in server.client.list_artifacts(run.info.run_id, "images")
+        ),
         "model": run.outputs and run.outputs.model_outputs,
     }
     return {name for name, is_there in found.items() if is_there}
@@ -142,7 +144,11 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
 
 
 REFUSED: dict[str, tuple[Callable[[str, int], str], set[str], set[str]]] = {
-    "models": (lambda asked, size: "403" if "logged-models/search" in asked else "", {"model"}, PARTS - {"model"}),
+    "models": (
+        lambda asked, size: "403" if "logged-models/search" in asked else "",
+        {"model"},
+        PARTS - {"model"},
+    ),
     "tags": (
         lambda asked, size: "404" if "runs/set-tag" in asked else "",
         {"description", "figures"},
@@ -159,9 +165,13 @@ REFUSED: dict[str, tuple[Callable[[str, int], str], set[str], set[str]]] = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(server: Server, run: Job, name: str) -> None:
+def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(
+    server: Server, run: Job, name: str
+) -> None:
     fault, held, arrived = REFUSED[name]
-    change_rows(run, lambda row: row | {"padding": "x" * 150_000} if "run" in row else row)  # a long run's journal
+    change_rows(
+        run, lambda row: row | {"padding": "x" * 150_000} if "run" in row else row
+    )  # a long run's journal
     with Gateway(server.uri, fault) as gateway:
         refused = sync(run, gateway.uri)
         found = server.run_of(run)
@@ -169,7 +179,9 @@ def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(server: Se
         gateway.fault = lambda asked, size: ""
         later = sync(run, gateway.uri)
     assert refused.code == 75
-    assert {part for part in PARTS if re.search(rf" {part}( and [\w ]+)?: ", refused.error)} == held, refused.error
+    assert {part for part in PARTS if re.search(rf" {part}( and [\w ]+)?: ", refused.error)} == held, (
+        refused.error
+    )
     assert found.info.status == "FINISHED"
     server.check_points(run)
     assert arrived <= parts_before
@@ -208,7 +220,9 @@ def test_an_artifact_store_that_is_away_holds_back_no_metric(
     _cached_get_s3_client.cache_clear()  # this process may have the credentials of another server
     boto3.setup_default_session()
     root = f"s3://{s3.wait_ready().make_bucket()}/mlflow"
-    own = Server(tmp_path, "--no-serve-artifacts", "--default-artifact-root", root, **env).start().wait_ready()
+    own = (
+        Server(tmp_path, "--no-serve-artifacts", "--default-artifact-root", root, **env).start().wait_ready()
+    )
     try:
         refused = sync(run, own.uri, **env | away | {"AWS_MAX_ATTEMPTS": "1"})
         found = own.run_of(run)

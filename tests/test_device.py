@@ -192,7 +192,9 @@ def test_a_process_may_see_all_gpus_or_only_its_own(
             monkeypatch.setenv(name, value)
     world = World(size=4, local_size=4, rank=local_rank, local_rank=local_rank, has_gpu=True)
     if expected is None:
-        with pytest.raises(RequestError, match=f"^4 processes on this machine but {gpus} usable GPUs: start one"):
+        with pytest.raises(
+            RequestError, match=f"^4 processes on this machine but {gpus} usable GPUs: start one"
+        ):
             choose_device(load("digits", []), world)
     else:
         assert choose_device(load("digits", []), world) == torch.device("cuda", expected)
@@ -210,7 +212,9 @@ def _join_with_gpu(rank: int, address: str, uuid: str) -> None:
     try:
         start(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
     except RequestError as error:
-        is_named = re.match(r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU", str(error))
+        is_named = re.match(
+            r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU", str(error)
+        )
         code = error.code if is_named and error.is_collective else 1
     dist.all_reduce(torch.zeros(1))  # neither leaves before the other has raised
     os._exit(code)
@@ -231,7 +235,15 @@ def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], co
 
 @pytest.mark.parametrize(
     ("gpus", "visible", "processes"),
-    [(4, None, 4), (4, "0,2", 2), (4, "GPU-8932f937", 1), (4, "", 2), (4, "-1", 2), (0, None, 2), (0, "0", 2)],
+    [
+        (4, None, 4),
+        (4, "0,2", 2),
+        (4, "GPU-8932f937", 1),
+        (4, "", 2),
+        (4, "-1", 2),
+        (0, None, 2),
+        (0, "0", 2),
+    ],
 )
 def test_make_train_starts_a_process_for_each_visible_gpu(
     tmp_path: Path, gpus: int, visible: str | None, processes: int
@@ -244,7 +256,9 @@ def test_make_train_starts_a_process_for_each_visible_gpu(
     if visible is not None:
         env["CUDA_VISIBLE_DEVICES"] = visible
     root = Path(__file__).parent.parent
-    done = subprocess.run(["make", "-n", "train"], cwd=root, env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-n", "train"], cwd=root, env=env, capture_output=True, text=True, check=True
+    )
     assert f"--nproc-per-node {processes} " in done.stdout
 
 

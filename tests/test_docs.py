@@ -58,9 +58,12 @@ def commands(page: Path) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|;|\|", line):
                 words = shlex.split(
-                    part.replace("sha256:…", f"sha256:{64 * '0'}").replace("…", "x").replace("'", "’"), comments=True
+                    part.replace("sha256:…", f"sha256:{64 * '0'}").replace("…", "x").replace("'", "’"),
+                    comments=True,
                 )
-                starts = [index for index, word in enumerate(words, 1) if word in ("pipeline", ".venv/bin/pipeline")]
+                starts = [
+                    index for index, word in enumerate(words, 1) if word in ("pipeline", ".venv/bin/pipeline")
+                ]
                 if starts and re.fullmatch(r"[a-z0-9]+", words[starts[0]]):
                     yield words[starts[0] :]
 
@@ -132,7 +135,10 @@ def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.full if page.stem == IN_CI else pytest.mark.long) for page in FOLLOWED],
+    [
+        pytest.param(page, marks=pytest.mark.full if page.stem == IN_CI else pytest.mark.long)
+        for page in FOLLOWED
+    ],
     ids=lambda page: page.stem,
 )
 def test_a_page_can_be_followed_in_a_fresh_clone(page: Path, tmp_path: Path) -> None:

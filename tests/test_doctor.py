@@ -61,7 +61,9 @@ def test_a_request_that_can_run_passes_and_leaves_no_files(tmp_path: Path, digit
     text = run_doctor(tmp_path, digits)
     assert text.out.strip() == "digits can run here"
     assert "1,437 images to train" in text.err
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15, "other tests run on these cores"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15, (
+        "other tests run on these cores"
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,14 +126,18 @@ def test_a_host_name_that_does_not_resolve_is_a_temporary_error(
 
 
 @pytest.mark.parametrize("status", [403, pytest.param(500, marks=pytest.mark.full)])
-def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digits: Path, status: int) -> None:
+def test_a_refusal_by_mlflow_is_named_and_stops_no_training(
+    tmp_path: Path, digits: Path, status: int
+) -> None:
     with _server(status) as uri:
         result = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
         assert result.code == 0, "training needs no tracker"
         assert f"answers {status}" in findings(result)["MLflow"]["line"]
         required = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri)
         assert required.code == 2, "as `train` does"
-        on_node = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1")
+        on_node = run_doctor(
+            tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1"
+        )
         assert on_node.code == 75, "its server may still be starting"
     file = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI="sqlite:////proc/x.db")
     assert file.code == 0
@@ -180,7 +186,8 @@ def test_what_the_machine_lacks_is_named_with_its_remedy(
         checks.check_cpu_per_process(HERE.resized(4))
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
     with pytest.raises(
-        errors.RequestError, match=r"need about 1.5 GiB, but only 1.0 GiB are available: give the container more"
+        errors.RequestError,
+        match=r"need about 1.5 GiB, but only 1.0 GiB are available: give the container more",
     ):
         checks.check_memory(inputs.plan)
     monkeypatch.setattr(checks, "_file_system", lambda place: "ext4")
@@ -195,7 +202,9 @@ def test_what_the_machine_lacks_is_named_with_its_remedy(
 
 def test_a_disk_without_room_for_the_checkpoints_is_named(small_disk: Path, digits: Path) -> None:
     inputs = CheckInputs(digits, small_disk / "run")
-    with pytest.raises(errors.StorageError, match=r"2 checkpoints, the best and one being written need 0.33 GiB more"):
+    with pytest.raises(
+        errors.StorageError, match=r"2 checkpoints, the best and one being written need 0.33 GiB more"
+    ):
         checks.check_disk_space(inputs.config, inputs.plan, inputs.folder)
 
 
@@ -211,7 +220,8 @@ def test_images_that_cannot_be_decoded_and_the_decoder_are_named(
     first.write_bytes(bytes(100))
     inputs = CheckInputs(tmp_path / "data", tmp_path / "run")
     with pytest.raises(
-        errors.StorageError, match=f"1 of 16 sampled images .*{first.name}.*: list all with 'pipeline data check'"
+        errors.StorageError,
+        match=f"1 of 16 sampled images .*{first.name}.*: list all with 'pipeline data check'",
     ):
         checks.check_images_decode(inputs.source)
 
@@ -261,7 +271,9 @@ def test_the_all_reduce_check_reports_what_failed(
     inputs = CheckInputs(digits, tmp_path / "run", "run.device=cpu")
     assert "2 processes over gloo" in checks.check_all_reduce(inputs.config, HERE.resized(2))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with pytest.raises(errors.TemporaryError, match=r"all-reduce of 2 processes failed over gloo .*: look at"):
+    with pytest.raises(
+        errors.TemporaryError, match=r"all-reduce of 2 processes failed over gloo .*: look at"
+    ):
         checks.check_all_reduce(inputs.config, HERE.resized(2))
 
 
@@ -277,9 +289,12 @@ def test_the_sanity_checks_pass_on_good_data_and_name_wiring_mistakes(
     checks.check_shuffled_labels_give_chance()
 
     with monkeypatch.context() as patch:  # logits that are far too large
-        patch.setattr(sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), LoudLogits()))
+        patch.setattr(
+            sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), LoudLogits())
+        )
         with pytest.raises(
-            errors.RequestError, match=r"the initial loss is .*, but a random guess among 10 classes has 2.30: look"
+            errors.RequestError,
+            match=r"the initial loss is .*, but a random guess among 10 classes has 2.30: look",
         ):
             checks.check_initial_loss()
     for rate in (0.0, 1e30):  # the second makes the loss NaN
@@ -349,7 +364,9 @@ def test_a_store_that_honours_ranges_and_conditions_passes(
     assert result.code == 0, result.err
     found = findings(result)
     assert re.fullmatch(rf"{place} returns one image in \d+\.\d ms", found["data store"]["line"])
-    assert re.match(rf"{mirror} can be written, honours conditional writes, and .* ms$", found["mirror"]["line"])
+    assert re.match(
+        rf"{mirror} can be written, honours conditional writes, and .* ms$", found["mirror"]["line"]
+    )
     assert bucket.names() == before, "no probe is left"
 
 
@@ -361,9 +378,13 @@ def test_a_store_that_ignores_ranges_or_conditions_is_refused_by_name(
     words = ("data.source=pack", f"data.root={place}", f"checkpoint.mirror={mirror}")
     result = run_doctor(tmp_path, digits, "--json", *words)
     assert result.code == 2
-    found = {name: f"{row['line']}: {row['remedy']}" for name, row in findings(result).items() if not row["ok"]}
+    found = {
+        name: f"{row['line']}: {row['remedy']}" for name, row in findings(result).items() if not row["ok"]
+    }
     assert list(found) == ["data", "mirror"]
-    ignored = "the store answers a read of a part of an object with 200, not 206: use a store that honours ranges"
+    ignored = (
+        "the store answers a read of a part of an object with 200, not 206: use a store that honours ranges"
+    )
     assert found["data"].startswith(f"data.root={place}: {ignored}")
     assert re.match(rf"{mirror} ignores If-None-Match and overwrites .*: use a store that", found["mirror"])
     assert weak_bucket.names() == before, "no probe is left"
@@ -396,7 +417,9 @@ def test_a_failed_check_of_a_mirror_leaves_no_probe(
     assert bucket.names() == []
 
 
-def test_a_store_that_fails_now_and_then_passes(bucket: Bucket, digits_pack: Path, fault_proxy: FaultProxy) -> None:
+def test_a_store_that_fails_now_and_then_passes(
+    bucket: Bucket, digits_pack: Path, fault_proxy: FaultProxy
+) -> None:
     """A request whose answer is lost is repeated, and then finds what it wrote itself."""
     source = open_source(load("digits", ["data.source=pack", f"data.root={copy_into(bucket, digits_pack)}"]))
     fault_proxy.rates = {"500": 0.1, "truncate": 0.2}
@@ -419,7 +442,10 @@ def test_no_message_is_taken_apart_again(tmp_path: Path) -> None:
     assert str(error) == "run.dir=/a: set b cannot be written: x: make room: really"
     for again in (pickle.loads(pickle.dumps(error)), _saved_and_loaded(tmp_path, error)):
         assert type(again) is errors.StorageError
-        assert (again.problem, again.remedy) == ("run.dir=/a: set b cannot be written: x", "make room: really")
+        assert (again.problem, again.remedy) == (
+            "run.dir=/a: set b cannot be written: x",
+            "make room: really",
+        )
 
 
 def _saved_and_loaded(folder: Path, error: errors.RunError) -> errors.RunError:

@@ -11,7 +11,9 @@ import fake_cuda
 import pytest
 from dry_run import CASES, FAULTS, UPDATES, Result
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the fake CUDA device needs a C compiler (cc)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("cc") is None, reason="the fake CUDA device needs a C compiler (cc)"
+)
 
 EXPECTED_ERRORS = {
     "mixing on the CPU": "HostWaitError: run_pass",

@@ -73,7 +73,9 @@ def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path
         contents = decode(read_verified(path), path)
         for part in ("model", "average"):
             # The first batch norm: its input does not depend on other statistics.
-            means[name, part] = next(tensor for key, tensor in contents[part].items() if key.endswith("running_mean"))
+            means[name, part] = next(
+                tensor for key, tensor in contents[part].items() if key.endswith("running_mean")
+            )
     for part in ("model", "average"):
         torch.testing.assert_close(means["average", part], means["single", part], rtol=0, atol=1e-6)
         assert (means["local", part] - means["single", part]).abs().max() > 1e-4

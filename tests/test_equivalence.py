@@ -18,7 +18,9 @@ def test_the_page_has_every_row_and_recipe_and_rows_without_a_tolerance_are_iden
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", SMALL_ROWS, ids=lambda row: row.name)
-def test_a_row_of_up_to_two_processes_has_the_published_weights(row: Row, tmp_path: Path, digits: Path) -> None:
+def test_a_row_of_up_to_two_processes_has_the_published_weights(
+    row: Row, tmp_path: Path, digits: Path
+) -> None:
     assert digest(row, train(row, tmp_path, digits)) == published()[row.name]
 
 
@@ -41,4 +43,8 @@ def test_compiled_models_are_within_their_tolerance(tmp_path: Path, digits: Path
 
 def _out_of_tolerance(rows: tuple[Row, ...], folder: Path, digits: Path) -> list[str]:
     found = outcomes(rows, folder, digits)
-    return [f"{outcome.row.name}: {outcome.difference:.2g}" for outcome in found if not outcome.is_within_tolerance]
+    return [
+        f"{outcome.row.name}: {outcome.difference:.2g}"
+        for outcome in found
+        if not outcome.is_within_tolerance
+    ]

@@ -162,7 +162,9 @@ class RecordCudnn(nn.Module):
         return torch.zeros(len(images), 10)
 
 
-def test_kernels_of_validation_are_not_chosen_by_a_benchmark(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_validation_are_not_chosen_by_a_benchmark(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
     model = RecordCudnn()
@@ -174,7 +176,12 @@ def test_kernels_of_validation_are_not_chosen_by_a_benchmark(digits: Path, monke
 
 
 def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path, digits: Path) -> None:
-    words = [sys.executable, str(Path(__file__).with_name("evaluate_worlds.py")), str(digits), str(tmp_path / "found")]
+    words = [
+        sys.executable,
+        str(Path(__file__).with_name("evaluate_worlds.py")),
+        str(digits),
+        str(tmp_path / "found"),
+    ]
     subprocess.run(words, check=True, timeout=300)
     seen, alone, *others = json.loads((tmp_path / "found").read_text())
     assert others == [alone] * 3, "the same to the bit"
@@ -201,7 +208,9 @@ def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path,
 
 
 def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:
-    plain, flipped = (evaluate_model(digits, make_model(), f"evaluate.flip={word}") for word in ("false", "true"))
+    plain, flipped = (
+        evaluate_model(digits, make_model(), f"evaluate.flip={word}") for word in ("false", "true")
+    )
     config, _, source = prepare(digits, 1)
     pixels = EvalBatches(source.val, config)[0].images
     inputs = Normalise(torch.device("cpu"), channels_last=False)(pixels)
@@ -215,7 +224,9 @@ def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:
 
 
 def test_images_without_a_label_are_in_no_figure_but_top_1() -> None:
-    known = Predictions(np.array([0, 1, 1], np.int32), np.array([0, 1, 0], np.int32), np.array([0.9, 0.8, 0.7]))
+    known = Predictions(
+        np.array([0, 1, 1], np.int32), np.array([0, 1, 0], np.int32), np.array([0.9, 0.8, 0.7])
+    )
     more = Predictions(*(np.append(values, extra) for values, extra in zip(
         (known.labels, known.predicted, known.confidence), (NO_LABEL, 1, 1.0), strict=True
     )))  # fmt: skip
@@ -260,7 +271,10 @@ def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path, ful
     assert "(best)" not in trained.err
     assert "best     none: no validation had finite logits" in trained.err
     assert not run.journal("val/loss")
-    texts = [(run.folder / "receipt.json").read_text(), *(run.folder / "journal.jsonl").read_text().splitlines()]
+    texts = [
+        (run.folder / "receipt.json").read_text(),
+        *(run.folder / "journal.jsonl").read_text().splitlines(),
+    ]
     receipt, *rows = [json.loads(text, parse_constant=pytest.fail) for text in texts]  # NaN is not valid JSON
     assert [row["loss"] for row in receipt["evaluations"]] == [None]
     assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
@@ -305,7 +319,10 @@ def test_the_held_out_images_are_evaluated_wherever_the_data_is(
     (tmp_path / "link").symlink_to(plain)
     assert evaluate_here(capsys, plain_run, f"data.root={tmp_path}/link/")[0] == count
     moved = shutil.copytree(plain, tmp_path / "moved")
-    assert evaluate_here(capsys, plain_run, f"data.root={moved}") == (count, f"the {size} held-out images of {moved}")
+    assert evaluate_here(capsys, plain_run, f"data.root={moved}") == (
+        count,
+        f"the {size} held-out images of {moved}",
+    )
     assert main(["evaluate", str(plain_run), "data.val_split=0.5"]) == 2
     assert "data.val_split=0.5 would include images that the model was trained on" in capsys.readouterr().err
 
@@ -322,7 +339,10 @@ def test_all_images_of_another_folder_are_evaluated(
     images, description = evaluate_here(capsys, plain_run, f"data.root={other}", "data.val_split=0.2")
     assert images not in ("359/359", evaluate_here(capsys, plain_run)[0])
     assert "held-out images" in description
-    assert evaluate_here(capsys, plain_run, f"data.root={digits}") == ("360/360", f"the 360 images of {digits}/val")
+    assert evaluate_here(capsys, plain_run, f"data.root={digits}") == (
+        "360/360",
+        f"the 360 images of {digits}/val",
+    )
     assert evaluate_here(capsys, plain_run, f"data.root={digits / 'train'}")[0] == "1437/1437"
 
 
@@ -336,7 +356,9 @@ def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
     pack(plain, half, "lossless", 0.5)
     pack(plain, Store(tenth), "raw=8", 0.1)
     for run, source, root in ((by_folder, "folder", plain), (by_pack, "pack", half)):
-        train = quick("train", "digits", f"data.source={source}", f"data.root={root}", *words, f"run.dir={run}")
+        train = quick(
+            "train", "digits", f"data.source={source}", f"data.root={root}", *words, f"run.dir={run}"
+        )
         assert train.code == 0, train.err
 
     held_out = {share: len(scan(plain, HoldOut(share)).val) for share in (0.1, 0.5)}
@@ -358,11 +380,16 @@ def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
     assert "data.val_split cannot be set for a pack" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]], ids=["evaluate", "export"])
+@pytest.mark.parametrize(
+    "command", [["evaluate"], ["export", "--to", "safetensors"]], ids=["evaluate", "export"]
+)
 def test_overrides_that_do_not_fit_the_checkpoint_are_refused(
     plain_run: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    for words in (["model.arch=resnet50", "model.init=DEFAULT"], ["data.source=synthetic", "data.num_classes=20"]):
+    for words in (
+        ["model.arch=resnet50", "model.init=DEFAULT"],
+        ["data.source=synthetic", "data.num_classes=20"],
+    ):
         assert main([command[0], str(plain_run), *command[1:], *words]) == 2
         assert words[0] in capsys.readouterr().err
 
@@ -387,7 +414,11 @@ def test_an_inconsistent_checkpoint_is_one_line(
 
 
 def test_a_model_is_exported_from_inside_its_folder_and_without_its_data(
-    plain_run: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plain_run: Path,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = shutil.copytree(plain_run, tmp_path / "run")
     monkeypatch.chdir(run / "checkpoints")
@@ -400,7 +431,10 @@ def test_a_model_is_exported_from_inside_its_folder_and_without_its_data(
     away = plain.rename(tmp_path / "away")
     try:
         assert main(["export", name, "--to", "safetensors"]) == 0
-        assert "on 8 images of noise (validation images not found; give data.root=FOLDER)" in capsys.readouterr().out
+        assert (
+            "on 8 images of noise (validation images not found; give data.root=FOLDER)"
+            in capsys.readouterr().out
+        )
         assert main(["export", name, "--to", "safetensors", f"data.root={away}"]) == 0
         assert "on 8 validation images" in capsys.readouterr().out
         assert main(["export", name, "--to", "safetensors", "data.root=nowhere"]) == 2
@@ -409,12 +443,15 @@ def test_a_model_is_exported_from_inside_its_folder_and_without_its_data(
         away.rename(plain)
 
 
-def test_of_models_with_equal_top1_the_one_with_the_lower_loss_is_the_best(digits: Path, tmp_path: Path) -> None:
+def test_of_models_with_equal_top1_the_one_with_the_lower_loss_is_the_best(
+    digits: Path, tmp_path: Path
+) -> None:
     state = make_trainer(digits, "model.arch=squeezenet1_1").state
     common = {"images": 10, "total": 10, "correct1": 5, "correct5": 5}
     losses = {1: 9, 2: 8, 3: 8, 4: 9}  # step: sum
     found = {
-        step: state.add_evaluation(Evaluation(step=step, loss_sum=loss, **common)) for step, loss in losses.items()
+        step: state.add_evaluation(Evaluation(step=step, loss_sum=loss, **common))
+        for step, loss in losses.items()
     }
     assert found == {1: True, 2: True, 3: False, 4: False}
     rows = [{"step": step, "top1": 0.5, "loss": loss} for step, loss in losses.items()]

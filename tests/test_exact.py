@@ -39,7 +39,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.mark.fault("F1")
 @pytest.mark.full
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 4]
+)
 def test_exact_mode_gives_the_weights_of_one_process(
     tmp_path: Path, digits: Path, one_process: Job, world: int
 ) -> None:
@@ -86,12 +88,16 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
     assert killed.trace() == alone.trace()
 
 
-def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(tmp_path: Path, digits: Path) -> None:
+def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(
+    tmp_path: Path, digits: Path
+) -> None:
     words = ("digits", f"data.root={digits}", "run.exact=true", f"run.dir={tmp_path / 'run'}")
     five = quick("train", *words, "--nproc", "5")
     assert (five.code, "worlds that work are 1, 2, 3, 4, 6, 12" in five.error) == (2, True), five.error
     odd = quick("train", *words, "exact.shards=7")
-    assert (odd.code, "batch.global=96 does not divide by exact.shards=7" in odd.error) == (2, True), odd.error
+    assert (odd.code, "batch.global=96 does not divide by exact.shards=7" in odd.error) == (2, True), (
+        odd.error
+    )
     many = quick("train", *words, "batch.accumulate=13")
     assert (many.code, "raise exact.shards" in many.error) == (2, True), many.error
 
@@ -189,7 +195,9 @@ def test_constants_stay_bit_for_bit_and_own_statistics_are_averaged() -> None:
     step(strategy, shards)
     assert not strategy.has_overflow()
     for name, old in expected.items():
-        assert torch.equal(net.get_buffer(name).view(torch.int32), old.view(torch.int32)), name  # NaN is not equal
+        assert torch.equal(net.get_buffer(name).view(torch.int32), old.view(torch.int32)), (
+            name
+        )  # NaN is not equal
     torch.testing.assert_close(net.centre, 0.75 * torch.cat(shards).mean(0))
 
 
@@ -236,7 +244,9 @@ def test_an_overflow_is_noticed_and_cleared_at_the_next_step(scale: float) -> No
     strategy.model.norm.reset_running_stats()  # type: ignore[union-attr, operator]
     step(strategy, shards)
     assert not strategy.has_overflow()
-    with pytest.raises(NotFiniteError, match="a gradient at step 2 is not finite, or larger than exact mode can sum"):
+    with pytest.raises(
+        NotFiniteError, match="a gradient at step 2 is not finite, or larger than exact mode can sum"
+    ):
         guard.sync()
 
 

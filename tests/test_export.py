@@ -28,7 +28,9 @@ def test_an_exported_model_makes_the_same_predictions(run: Path, tmp_path: Path,
     (tmp_path / "ordinary").touch()
     result = quick("export", str(run), "--to", form, "--out", str(tmp_path / "link"))
     assert result.code == 0, result.err
-    found = re.fullmatch(r"(\S+): the model of step 1; on 8 validation images, .* more than (\S+)\n", result.out)
+    found = re.fullmatch(
+        r"(\S+): the model of step 1; on 8 validation images, .* more than (\S+)\n", result.out
+    )
     assert found, result.out
     assert float(found[2]) <= 1e-4
     assert (tmp_path / "link").is_symlink()
@@ -36,7 +38,9 @@ def test_an_exported_model_makes_the_same_predictions(run: Path, tmp_path: Path,
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_only_a_regular_file_is_written_by_default_in_the_folder_of_the_run(run: Path, tmp_path: Path) -> None:
+def test_only_a_regular_file_is_written_by_default_in_the_folder_of_the_run(
+    run: Path, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("pipe", "null"):
@@ -57,7 +61,9 @@ def test_a_full_disk_is_one_line(run: Path, small_disk: Path, form: str) -> None
 
 def test_a_missing_library_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['onnxscript'] = None\n")
-    result = pipeline("export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
+    result = pipeline(
+        "export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"), PYTHONPATH=str(tmp_path)
+    )
     assert result.code == 2
     assert result.error.endswith("pip install onnxscript")
     assert not (tmp_path / "out").exists()

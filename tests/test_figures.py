@@ -93,7 +93,9 @@ def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.Cap
     run = RunFolder(tmp_path)
     save_evaluation(run, 12, evaluation())
     save_augmented(run, evaluation().pixels, CLASSES[:2])
-    rows = [{"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)]
+    rows = [
+        {"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)
+    ]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(tmp_path)]) == 0
     line = capsys.readouterr().out
@@ -183,4 +185,6 @@ def test_figures_say_what_their_numbers_are_and_draw_any_name(tmp_path: Path, dr
     assert "confusion matrix, step 12\n6 images" in confusion
     assert {"0/2", "1/2", *names} <= set(classes)
     assert "reliability diagram, step 12\nexpected calibration error 0.4750, 15 bins" in reliability
-    assert {"predicted class 1 (0.95)\ntrue iiiiiiiiiiiii…", "predicted $5 (0.60)\ntrue class 1"} <= set(mistakes)
+    assert {"predicted class 1 (0.95)\ntrue iiiiiiiiiiiii…", "predicted $5 (0.60)\ntrue class 1"} <= set(
+        mistakes
+    )

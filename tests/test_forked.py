@@ -28,7 +28,9 @@ def test_a_started_fork_is_found_by_its_command_line_and_its_signal_is_its_exit_
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
 def test_a_launcher_that_is_a_fork_forks_its_ranks(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
-    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *SMALL], nproc=2, by_torchrun=by_torchrun).start()
+    run = Job(
+        tmp_path / "run", ["digits", f"data.root={digits}", *SMALL], nproc=2, by_torchrun=by_torchrun
+    ).start()
     assert run.process
     first, second = run.wait_until(lambda: len(run.ranks()) == 2 and run.ranks(), "ranks")
     assert [variable(pid, "RANK") for pid in (first, second)] == ["0", "1"]

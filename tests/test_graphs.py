@@ -35,7 +35,9 @@ class Backend:
         self.graphs: list[torch.fx.GraphModule] = []
         self.modes: list[str | None] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor], mode: str | None = None) -> torch.fx.GraphModule:
+    def __call__(
+        self, graph: torch.fx.GraphModule, _: list[Tensor], mode: str | None = None
+    ) -> torch.fx.GraphModule:
         self.graphs.append(graph)
         self.modes.append(mode)
         return graph

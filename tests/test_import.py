@@ -52,7 +52,9 @@ def make_devkit(path: Path, counts: dict[str, int], patch: pytest.MonkeyPatch) -
 def image_file(seed: int) -> bytes:
     """Return an image file: as in the real set, one is a PNG named JPEG and one is CMYK."""
     image = photo(40, 60, seed)
-    return encoded(image, "PNG") if seed == 4 else encoded(image.convert("CMYK") if seed == 6 else image, "JPEG")
+    return (
+        encoded(image, "PNG") if seed == 4 else encoded(image.convert("CMYK") if seed == 6 else image, "JPEG")
+    )
 
 
 @pytest.fixture
@@ -105,7 +107,9 @@ def test_a_pack_of_the_archives_is_the_pack_of_their_folder(archives: Path, tmp_
     line = import_imagenet(archives, tmp_path / "from archives", "lossless")
     assert line.startswith(f"packed {tmp_path / 'from archives'}: 16 images in 2 shards")
     found = [file_digests(tmp_path / name) for name in ("from folder", "from archives")]
-    assert all(found[0][name] == found[1][name] for name in found[0] if name != "pack.json")  # names its source
+    assert all(
+        found[0][name] == found[1][name] for name in found[0] if name != "pack.json"
+    )  # names its source
 
 
 def test_missing_miscounted_or_truncated_archives_are_refused(
@@ -126,7 +130,9 @@ def test_missing_miscounted_or_truncated_archives_are_refused(
         assert refused().startswith(f"{archives / imagenet.TRAIN} is damaged or cut short (")
     (archives / imagenet.TRAIN).write_bytes(content)
     (archives / imagenet.DEVKIT).write_bytes(b"nonsense")
-    assert refused().startswith(f"{archives / imagenet.DEVKIT} is not the published development kit: its MD5 is ")
+    assert refused().startswith(
+        f"{archives / imagenet.DEVKIT} is not the published development kit: its MD5 is "
+    )
     (archives / imagenet.VAL).unlink()
     assert refused().startswith(f"{archives} holds no {imagenet.VAL}: it needs {imagenet.TRAIN}, ")
 
@@ -171,7 +177,9 @@ def make_cifar10(archive: Path, labels: bytes) -> list[bytes]:
         for name in ["test_batch", *(f"data_batch_{number}" for number in range(1, 6))]:
             images = rng.integers(0, 256, (len(labels), 3072), np.uint8)
             pixels += [image.tobytes() for image in images]
-            records = b"".join(bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True))
+            records = b"".join(
+                bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True)
+            )
             add(file, f"cifar-10-batches-bin/{name}.bin", records)
     return pixels
 
@@ -181,7 +189,9 @@ def test_cifar10_is_fetched_without_loss(tmp_path: Path, monkeypatch: pytest.Mon
     archive, out = tmp_path / ".cifar10.download/cifar-10-binary.tar.gz", tmp_path / "cifar10"
     archive.parent.mkdir()
     pixels = make_cifar10(archive, bytes(range(10)))
-    monkeypatch.setattr("pipeline.addons.datasets.make._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr(
+        "pipeline.addons.datasets.make._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest()
+    )
     assert get("cifar10", out) == f"fetched {out}: 50 images to train, 10 held out, 10 classes"
     assert not archive.parent.exists()
     files = sorted(out.rglob("*.png"), key=lambda path: (path.parts[-3] == "train", path.name))

@@ -29,7 +29,9 @@ def check(*options: str) -> None:
 
 
 def test_every_kind_has_the_bits_of_the_page_on_this_machine() -> None:
-    assert Page(PAGE).constants.keys() == KINDS.keys(), "python tests/kinds.py --write docs/receipts/kinds.md --new"
+    assert Page(PAGE).constants.keys() == KINDS.keys(), (
+        "python tests/kinds.py --write docs/receipts/kinds.md --new"
+    )
     check()
     if not Page(PAGE).knows(machine := this_machine()):
         command = "python tests/kinds.py --write docs/receipts/kinds.md"

@@ -227,7 +227,9 @@ def test_a_holder_that_cannot_find_out_who_holds_its_lock_ends(
             assert not folder.lock.is_ours()  # type: ignore[attr-defined]
 
 
-def test_no_file_gets_its_name_once_the_folder_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_gets_its_name_once_the_folder_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder(tmp_path)
     folder.checkpoints.mkdir()
     folder.receipt.write_text("old")
@@ -359,7 +361,11 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     [
         ("save", 0),
         *(pytest.param(phase, 1, marks=pytest.mark.full) for phase in ("save", "training", "two ranks")),
-        *(pytest.param(phase, number, marks=pytest.mark.long) for phase in ("save", "training") for number in (2, 3)),
+        *(
+            pytest.param(phase, number, marks=pytest.mark.long)
+            for phase in ("save", "training")
+            for number in (2, 3)
+        ),
     ],
 )
 def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
@@ -428,7 +434,9 @@ def test_a_run_that_was_paused_for_long_continues_if_nobody_took_it_over(
 
 
 @pytest.mark.full
-def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(tmp_path: Path, digits: Path) -> None:
+def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(
+    tmp_path: Path, digits: Path
+) -> None:
     old = job(tmp_path / "run", digits, "track.uri=auto", "train.epochs=8").start()
     old.wait_until((tmp_path / "run/mlflow.json").exists, "first delivery")
     new = taken_over(old, 1)
@@ -438,6 +446,8 @@ def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert run.info.status == "FINISHED"
     sent = [
-        (m.step, m.key, m.value) for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)
+        (m.step, m.key, m.value)
+        for key in run.data.metrics
+        for m in client.get_metric_history(run.info.run_id, key)
     ]
     assert sorted(sent) == sorted(new.journal(""))

@@ -47,13 +47,20 @@ def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
     assert {path.name: path.read_text() for path in (K8S / "examples").iterdir()} == {
         name: text for example in examples for name, text in example.items()
     }
-    assert not [path for path in K8S.iterdir() if "kustomization" in path.name], "kubectl apply -f would fail on it"
+    assert not [path for path in K8S.iterdir() if "kustomization" in path.name], (
+        "kubectl apply -f would fail on it"
+    )
 
 
 @pytest.mark.parametrize("path", sorted((K8S / "examples").glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_example_is_valid_and_agrees_with_the_other_manifests(path: Path, defaults: list[Document]) -> None:
+def test_an_example_is_valid_and_agrees_with_the_other_manifests(
+    path: Path, defaults: list[Document]
+) -> None:
     images = {
-        container["image"] for d in defaults if "template" in d.get("spec", {}) for container in containers(pod_of(d))
+        container["image"]
+        for d in defaults
+        if "template" in d.get("spec", {})
+        for container in containers(pod_of(d))
     }
     claims = {d["metadata"]["name"] for d in defaults if d["kind"] == "PersistentVolumeClaim"} | {"archives"}
     example = list(yaml.safe_load_all(path.read_text()))
@@ -63,16 +70,23 @@ def test_an_example_is_valid_and_agrees_with_the_other_manifests(path: Path, def
             assert resource["spec"].keys() == {"runtimeRef", "trainer"}, "the runtime defines the pods"
             runtime = resource["spec"]["runtimeRef"]
             assert one(example, runtime["kind"], runtime["name"])
-            assert resource["spec"]["trainer"]["numNodes"] == one(defaults, "Job", "trainer")["spec"]["completions"]
+            assert (
+                resource["spec"]["trainer"]["numNodes"]
+                == one(defaults, "Job", "trainer")["spec"]["completions"]
+            )
             continue
         document = _job_of(resource) if resource["kind"] == "TrainingRuntime" else resource
         if document is not resource:
-            _assert_same_pod(document["spec"]["template"], one(defaults, "Job", "trainer")["spec"]["template"])
+            _assert_same_pod(
+                document["spec"]["template"], one(defaults, "Job", "trainer")["spec"]["template"]
+            )
         assert problems_alone(document) == []
         if document["kind"] in ("Job", "Deployment"):
             assert {container["image"] for container in containers(pod_of(document))} <= images
             volumes = pod_of(document)["volumes"]
-            assert {v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v} <= claims
+            assert {
+                v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v
+            } <= claims
         else:
             assert document["kind"] in ("Service", "NetworkPolicy"), "all other kinds have pods"
 
@@ -104,7 +118,9 @@ def _assert_same_pod(template: Document, rendered: Document) -> None:
 def test_every_service_address_in_an_example_exists(path: Path) -> None:
     text = path.read_text()
     replaced = re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split()))
-    rendered = [manifest for name, manifest in render(RenderOptions()).items() if not replaced or name != replaced[1]]
+    rendered = [
+        manifest for name, manifest in render(RenderOptions()).items() if not replaced or name != replaced[1]
+    ]
     found = [document for manifest in (text, *rendered) for document in yaml.safe_load_all(manifest)]
     services = {
         f"{d['metadata']['name']}:{port['port']}": d["spec"]["selector"]
@@ -130,7 +146,9 @@ def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -
     assert problems(found) == []
     pod = pod_of(one(found, "Job", "trainer"))
     assert ("affinity" in pod) == (nodes > 1 and not request.single_node)
-    modes = {d["metadata"]["name"]: d["spec"]["accessModes"] for d in found if d["kind"] == "PersistentVolumeClaim"}
+    modes = {
+        d["metadata"]["name"]: d["spec"]["accessModes"] for d in found if d["kind"] == "PersistentVolumeClaim"
+    }
     assert modes["runs"] == (["ReadWriteOnce"] if request.single_node else ["ReadWriteMany"])
     assert pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == (request.gpus or None)
     assert settings(found).items() >= node.environment(nodes, request.gpus or request.nproc).items()
@@ -158,13 +176,17 @@ OPTIONS: dict[str, Any] = {
 def test_every_pair_of_options_is_valid(pair: tuple[str, str]) -> None:
     if set(pair) == {"gang", "queue"}:
         return  # refused: test_wrong_requests.py
-    found = documents(RenderOptions(overrides=("batch.global=128",), **{name: OPTIONS[name] for name in pair}))
+    found = documents(
+        RenderOptions(overrides=("batch.global=128",), **{name: OPTIONS[name] for name in pair})
+    )
     assert problems(found) == []
 
 
 def test_an_option_is_written_where_it_belongs() -> None:
     found = documents(
-        RenderOptions(**{name: value for name, value in OPTIONS.items() if name not in ("gang", "gpus", "store")})
+        RenderOptions(
+            **{name: value for name, value in OPTIONS.items() if name not in ("gang", "gpus", "store")}
+        )
     )
     job = one(found, "Job", "trainer")
     pod = pod_of(job)
@@ -189,8 +211,12 @@ STORE = RenderOptions(store="s3://my-data/imagenet/", store_endpoint="https://s3
 
 
 @pytest.mark.parametrize("nodes", [(1, None), (3, None), (4, 2)], ids=["1", "3", "2:4"])
-@pytest.mark.parametrize("hardware", [{"gpus": 8}, {"gpus": 0, "nproc": 2, "single_node": True}], ids=["gpus", "cpu"])
-def test_with_an_object_store_no_volume_is_shared(nodes: tuple[int, int | None], hardware: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "hardware", [{"gpus": 8}, {"gpus": 0, "nproc": 2, "single_node": True}], ids=["gpus", "cpu"]
+)
+def test_with_an_object_store_no_volume_is_shared(
+    nodes: tuple[int, int | None], hardware: dict[str, Any]
+) -> None:
     high, low = nodes
     found = documents(replace(STORE, nodes=high, min_nodes=low, overrides=("batch.global=192",), **hardware))
     assert problems(found) == []
@@ -218,7 +244,9 @@ PACK = {"data.source": "pack", "model.arch": "resnet18"}
     ],
     ids=["digits", "pack", "its own bucket, with a cache", "its own mirror"],
 )  # fmt: skip
-def test_data_and_runs_are_in_the_store(given: dict[str, str], root: str | None, mirror: str, size: str) -> None:
+def test_data_and_runs_are_in_the_store(
+    given: dict[str, str], root: str | None, mirror: str, size: str
+) -> None:
     request = replace(STORE, overrides=[f"{key}={value}" for key, value in given.items()])
     pod = pod_of(one(documents(request), "Job", "trainer"))
     for container in containers(pod):
@@ -234,7 +262,12 @@ PUBLIC = {"10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192
 @pytest.mark.parametrize(
     ("endpoint", "cidr", "peers", "port"),
     [
-        ("https://storage.googleapis.com", None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
+        (
+            "https://storage.googleapis.com",
+            None,
+            {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}},
+            443,
+        ),
         ("http://10.0.0.5:9000", None, {"10.0.0.5/32": set()}, 9000),
         ("http://[fd00::5]", None, {"fd00::5/128": set()}, 80),
         ("https://s3.mine.internal", "10.1.0.0/16", {"10.1.0.0/16": set()}, 443),
@@ -255,7 +288,9 @@ def test_trainers_reach_the_store_and_nothing_else_outside(
     assert len(now["egress"]) == len(before["egress"]) + 1
     assert [rule["ports"] for rule in added] == [[{"port": port}]]
     if isinstance(peers, str):
-        assert added[0]["to"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": peers}}}]
+        assert added[0]["to"] == [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": peers}}}
+        ]
     else:
         blocks = [peer["ipBlock"] for peer in added[0]["to"]]
         assert {block["cidr"]: {*block.get("except", [])} for block in blocks} == peers
@@ -334,7 +369,9 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_follows_the_options(name: str) -> None:
-    request = RenderOptions(nodes=4, gpus=0, image=IMAGE, mlflow_image=IMAGE, namespace="mine", pull_secret="registry")
+    request = RenderOptions(
+        nodes=4, gpus=0, image=IMAGE, mlflow_image=IMAGE, namespace="mine", pull_secret="registry"
+    )
     ((_, text),) = render_example(request, name).items()
     found = list(yaml.safe_load_all(text))
     assert {document["metadata"]["namespace"] for document in found} == {"mine"}
@@ -381,7 +418,9 @@ def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, text:
     recipe.write_text(text)
     mounted.write_text(settings(documents(RenderOptions(recipe=str(recipe))))["recipe.yaml"])
     assert load(str(mounted), ["run.dir=x"]) == load(str(recipe), ["run.dir=x"])
-    assert ("# another" in mounted.read_text()) == ("# a comment\n\n" in text), "comments are kept where possible"
+    assert ("# another" in mounted.read_text()) == ("# a comment\n\n" in text), (
+        "comments are kept where possible"
+    )
 
 
 # one change a line, as KIND/NAME: FIELD|FIELD = VALUE in JSON; null deletes the field
@@ -491,7 +530,19 @@ def test_a_planted_mistake_with_a_store_is_found(stored: list[Document], line: s
 
 
 def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
-    words = ("k8s", "render", "digits", "--nodes", "4", "--cpu", "--nproc", "2", "--image", IMAGE, "batch.global=64")
+    words = (
+        "k8s",
+        "render",
+        "digits",
+        "--nodes",
+        "4",
+        "--cpu",
+        "--nproc",
+        "2",
+        "--image",
+        IMAGE,
+        "batch.global=64",
+    )
     printed = pipeline(*words)
     written = pipeline(*words, "--out", str(tmp_path / "k8s"))
     assert (printed.code, written.code) == (0, 0)
@@ -527,6 +578,7 @@ def test_a_data_job_has_no_network_access(path: Path, defaults: list[Document]) 
     matching = [
         d["metadata"]["name"]
         for d in defaults
-        if d["kind"] == "NetworkPolicy" and d["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
+        if d["kind"] == "NetworkPolicy"
+        and d["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
     ]
     assert matching == ["default-deny"]

@@ -25,7 +25,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
     small = [word for word in SMALL if not word.startswith("track.uri")]
-    words = ["digits", f"data.root={digits}", f"track.uri={server.uri}", "data.workers=0", "train.max_steps=8"]
+    words = [
+        "digits",
+        f"data.root={digits}",
+        f"track.uri={server.uri}",
+        "data.workers=0",
+        "train.max_steps=8",
+    ]
     return Job(folder, [*words, *small, *more])
 
 
@@ -38,7 +44,9 @@ def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Jo
 
 def test_runs_of_one_recipe_have_what_differs_as_a_tag(tmp_path: Path, digits: Path, server: Server) -> None:
     _, plain = finished(tmp_path / "plain", digits, server)
-    _, other = finished(tmp_path / "other", digits, server, "run.seed=3", "optimizer.lr=0.05", "checkpoint.keep=2")
+    _, other = finished(
+        tmp_path / "other", digits, server, "run.seed=3", "optimizer.lr=0.05", "checkpoint.keep=2"
+    )
     only = set(other.data.tags["changes"].split()) - set(plain.data.tags["changes"].split())
     assert only == {"run.seed=3", "optimizer.lr=0.05"}
 
@@ -62,7 +70,9 @@ def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: P
 
 def test_a_continued_and_a_verified_run_are_named(tmp_path: Path, digits: Path, server: Server) -> None:
     first, before = finished(tmp_path / "first", digits, server)
-    _, after = finished(tmp_path / "second", digits, server, f"run.resume={first.folder}", "train.max_steps=12")
+    _, after = finished(
+        tmp_path / "second", digits, server, f"run.resume={first.folder}", "train.max_steps=12"
+    )
     before = server.run_of(first)
     assert after.data.tags["continues"].startswith(f"first (run {before.info.run_id} of experiment ")
     assert before.data.tags["continued by"].startswith(f"second (run {after.info.run_id} of experiment ")
@@ -85,7 +95,9 @@ def test_a_sync_by_hand_beside_a_live_sender_names_it_and_sends_nothing(
 ) -> None:
     endless = ("train.epochs=1000", "train.max_steps=none")
     run = job(tmp_path / "run", digits, server, *endless).start()
-    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric on the server", pause=0.3)
+    run.wait_until(
+        lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric on the server", pause=0.3
+    )
     by_hand = pipeline("sync", str(run.folder))
     assert by_hand.code == 75
     assert f" on {socket.gethostname()} since " in by_hand.error
@@ -102,7 +114,9 @@ def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric
     tmp_path: Path, digits: Path, server: Server
 ) -> None:
     run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none").start()
-    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric on the server", pause=0.3)
+    run.wait_until(
+        lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric on the server", pause=0.3
+    )
     assert run.process
     kill(run.process.pid, signal.SIGKILL)
     assert pipeline("sync", str(run.folder)).code == 0  # waits until the sender has noticed
@@ -110,7 +124,9 @@ def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric
     assert server.run_of(run).info.status == "FAILED"
 
 
-def test_two_resumes_within_a_second_are_one_run_with_one_status(tmp_path: Path, digits: Path, server: Server) -> None:
+def test_two_resumes_within_a_second_are_one_run_with_one_status(
+    tmp_path: Path, digits: Path, server: Server
+) -> None:
     run = job(tmp_path / "run", digits, server, "checkpoint.every=5 steps", "train.max_steps=40").start()
     run.wait_for_step(6)
     for pause in (0.0, 0.7):

@@ -38,7 +38,12 @@ def fit(limit: int, *words: str, other_limit: int = 1000) -> tuple[Plan, Plan, l
         if images > limit:
             raise torch.OutOfMemoryError
 
-    return plan, fit_passes(config, plan, GroupOfTwo(other_limit, tried), try_pass, lines.append), tried, lines
+    return (
+        plan,
+        fit_passes(config, plan, GroupOfTwo(other_limit, tried), try_pass, lines.append),
+        tried,
+        lines,
+    )
 
 
 def test_a_pass_that_fits_changes_nothing() -> None:
@@ -82,7 +87,9 @@ def test_cuda_graphs_are_refused_if_the_batch_must_be_split() -> None:
         if images > 48:
             raise torch.OutOfMemoryError
 
-    with pytest.raises(RequestError, match=r"and train\.compile=reduce-overhead needs one pass: lower batch\.global"):
+    with pytest.raises(
+        RequestError, match=r"and train\.compile=reduce-overhead needs one pass: lower batch\.global"
+    ):
         fit_passes(config, plan, Group(World(), torch.device("cpu")), try_pass, print)
 
 

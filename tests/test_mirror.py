@@ -72,7 +72,8 @@ def checkpoints(bucket: Bucket) -> list[str]:
 
 @pytest.mark.fault("K3", ci=1, long=10)
 @pytest.mark.parametrize(
-    "slow_ms", [pytest.param(0, id="between uploads", marks=pytest.mark.long), pytest.param(150, id="while it uploads")]
+    "slow_ms",
+    [pytest.param(0, id="between uploads", marks=pytest.mark.long), pytest.param(150, id="while it uploads")],
 )
 def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
     tmp_path: Path, make_job: Callable[..., Mirrored], fault_proxy: FaultProxy, expected: Result, seed: int,
@@ -190,13 +191,17 @@ def test_a_holder_that_was_frozen_writes_nothing_when_it_thaws(
     try:
         second.start()
         second.wait_for_start()
-        second.wait_until(lambda: checkpoints(bucket) and second.step() > first.step(), "a step of the second")
+        second.wait_until(
+            lambda: checkpoints(bucket) and second.step() > first.step(), "a step of the second"
+        )
     finally:
         kill(first.process.pid, signal.SIGCONT)
     thawed = first.wait(60)
     assert thawed.code == 75
     assert "was taken over by process" in thawed.error
-    (run,) = {row["run"] for row in map(json.loads, bucket.read("run/journal.jsonl").splitlines()) if "run" in row}
+    (run,) = {
+        row["run"] for row in map(json.loads, bucket.read("run/journal.jsonl").splitlines()) if "run" in row
+    }
     assert run == next(row["run"] for row in read_rows(second.folder / "journal.jsonl") if "run" in row)
     assert second.process
     assert second.process.poll() is None
@@ -227,7 +232,9 @@ def test_a_run_none_of_whose_checkpoints_was_uploaded_begins_again_as_the_same_r
     fault_proxy.only, fault_proxy.rates = "^P.*/checkpoints/", {"403": 1}
     job.start()
     job.wait_until(lambda: "run/journal.jsonl" in bucket.names(), "the journal", 60, 0.2)
-    job.wait_until(lambda: b'"saved"' in bucket.read("run/journal.jsonl"), "a save in the mirrored journal", 60, 0.2)
+    job.wait_until(
+        lambda: b'"saved"' in bucket.read("run/journal.jsonl"), "a save in the mirrored journal", 60, 0.2
+    )
     job.kill_with_disk()
     fault_proxy.rates = {}
     assert not checkpoints(bucket)
@@ -315,7 +322,9 @@ def test_processes_of_a_launcher_share_one_mirror(
     assert max(step_of(Path(name)) for name in checkpoints(bucket)) == 40
 
 
-def test_a_damaged_record_of_a_rollback_is_one_line(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+def test_a_damaged_record_of_a_rollback_is_one_line(
+    make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
     bucket.write("run/abandoned.json", b"[" * 200_000)
     result = make_job("train.max_steps=1").run()
     assert (result.code, "abandoned.json is not a list of checkpoints: restore" in result.error) == (4, True)
@@ -340,10 +349,17 @@ def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None
     assert "optimizer.lr" in refused.error
 
 
-def test_machines_that_take_turns_send_each_metric_once(tmp_path: Path, make_job: Callable[..., Mirrored]) -> None:
+def test_machines_that_take_turns_send_each_metric_once(
+    tmp_path: Path, make_job: Callable[..., Mirrored]
+) -> None:
     """The second is lost before it saves, so that the first trains its steps again."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    never = ("checkpoint.every=1000 epochs", "evaluate.every=1000 epochs", "train.epochs=1000", f"track.uri={uri}")
+    never = (
+        "checkpoint.every=1000 epochs",
+        "evaluate.every=1000 epochs",
+        "train.epochs=1000",
+        f"track.uri={uri}",
+    )
     first, second = make_job(*never, name="first"), make_job(*never, name="second")
     first.start()
     first.wait_for_step(10)
@@ -363,7 +379,9 @@ def test_machines_that_take_turns_send_each_metric_once(tmp_path: Path, make_job
     assert run.info.status == "FINISHED"
 
 
-def test_a_restore_that_was_killed_keeps_the_best_model(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+def test_a_restore_that_was_killed_keeps_the_best_model(
+    make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
     job = make_job("checkpoint.keep=2")
     job.run()
     names = sorted(checkpoints(bucket))
@@ -454,7 +472,9 @@ def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(make_job: Cal
     for job in (first, second):
         assert job.run().code == 0
     words = (*ROLLBACK, "train.max_steps=12", f"run.resume={step_5(second)}")
-    rolled_back, late = (make_job(*words, name=name, TORCHELASTIC_RUN_ID="job") for name in ("second", "first"))
+    rolled_back, late = (
+        make_job(*words, name=name, TORCHELASTIC_RUN_ID="job") for name in ("second", "first")
+    )
     expected = rolled_back.run()
     assert expected.done["step"] == "12"
     result = late.run()
@@ -480,7 +500,9 @@ def test_a_machine_that_replaces_a_lost_one_does_not_apply_run_resume_again(
     job = make_job(f"run.resume={first.folder}", TORCHELASTIC_RUN_ID="job")
     job.start()
     # step 8 is there at once, as the best model so far
-    job.wait_until(lambda: any(step_of(Path(name)) > 8 for name in checkpoints(bucket)), "a checkpoint in the bucket")
+    job.wait_until(
+        lambda: any(step_of(Path(name)) > 8 for name in checkpoints(bucket)), "a checkpoint in the bucket"
+    )
     job.kill_with_disk()
     result = job.run()
     assert result.done["weights"] == expected.done["weights"]
@@ -568,4 +590,7 @@ def test_a_foreign_lease_is_taken_over_once_it_is_old_also_if_the_store_has_no_c
     lease = Lease(Store(bucket.place), "owner")
     lease.take()
     lease.drop(is_released=True)
-    assert f"took over checkpoint.mirror={bucket.place} from another process, last renewed" in capfd.readouterr().err
+    assert (
+        f"took over checkpoint.mirror={bucket.place} from another process, last renewed"
+        in capfd.readouterr().err
+    )

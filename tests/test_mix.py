@@ -46,7 +46,9 @@ def test_with_both_enabled_each_pair_gets_one() -> None:
 def test_the_mix_depends_on_the_position_in_the_global_batch() -> None:
     options = Augment(mixup=0.2, cutmix=1.0)
     full_batch = draw_mix(options, 3, 5, 0, 48)
-    assert torch.equal(full_batch, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)]))
+    assert torch.equal(
+        full_batch, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)])
+    )
     assert not torch.equal(full_batch, draw_mix(options, 3, 6, 0, 48))
     assert draw_mix(Augment(), 3, 5, 0, 48).shape == (0, 5)
 
@@ -58,7 +60,9 @@ def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
     one_hot = functional.one_hot(labels, 10).float()
     soft = own[:, None] * one_hot + (1 - own[:, None]) * swap_partners(one_hot)
     loss = own * functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
-    loss += (1 - own) * functional.cross_entropy(logits, swap_partners(labels), reduction="none", label_smoothing=0.1)
+    loss += (1 - own) * functional.cross_entropy(
+        logits, swap_partners(labels), reduction="none", label_smoothing=0.1
+    )
     torch.testing.assert_close(loss.mean(), functional.cross_entropy(logits, soft, label_smoothing=0.1))
 
 

@@ -134,13 +134,22 @@ TRAINING = (
 def words(arch: str, args: dict[str, object]) -> list[str]:
     size = str(args.get("img_size", 32 if "patch" in arch else 64))
     given = [f"model.args.{name}={json.dumps(value)}" for name, value in args.items()]
-    return ["digits", *TRAINING, f"model.arch=timm/{arch}", *given, f"augment.size={size}", f"evaluate.size={size}"]
+    return [
+        "digits",
+        *TRAINING,
+        f"model.arch=timm/{arch}",
+        *given,
+        f"augment.size={size}",
+        f"evaluate.size={size}",
+    ]
 
 
 @pytest.mark.parametrize(
     "arch", [name if name in EVERY_PUSH else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
 )
-def test_a_model_of_timm_is_killed_resumed_exported_and_predicts(arch: str, tmp_path: Path, digits: Path) -> None:
+def test_a_model_of_timm_is_killed_resumed_exported_and_predicts(
+    arch: str, tmp_path: Path, digits: Path
+) -> None:
     uninterrupted = Job(tmp_path / "uninterrupted", words(arch, FAMILIES[arch]))
     expected = uninterrupted.run().done
     killed = Job(tmp_path / "killed", words(arch, FAMILIES[arch])).start()
@@ -165,7 +174,9 @@ LIBRARIES: dict[str, Callable[[], list[str]]] = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_every_classifier_loads_its_own_weights_and_makes_a_pass(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_classifier_loads_its_own_weights_and_makes_a_pass(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of torchvision, and one of each family of timm, on the meta device."""
 
     def widths(*args: Any, **options: Any) -> Any:  # a RegNet computes these with tensors
@@ -191,7 +202,9 @@ def test_every_classifier_loads_its_own_weights_and_makes_a_pass(library: str, m
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_model_that_needs_versions_is_trained_resumed_and_read(parallel: str, tmp_path: Path, digits: Path) -> None:
+def test_a_model_that_needs_versions_is_trained_resumed_and_read(
+    parallel: str, tmp_path: Path, digits: Path
+) -> None:
     arguments = ["digits", *TRAINING, "model.arch=mnasnet0_5", "train.max_steps=3"]
     run = assert_resumes(tmp_path, [*arguments, f"parallel={parallel}", "train.ema=0.9"], 2)
     contents = decode(read_verified(run.checkpoints()[-1]), run.folder)
@@ -216,11 +229,19 @@ def test_a_model_that_needs_versions_is_trained_resumed_and_read(parallel: str, 
 
 @pytest.mark.full
 def test_dropout_and_drop_path_are_drawn_by_address_in_exact_mode(tmp_path: Path) -> None:
-    arguments = [*words("vit_tiny_patch16_224", FAMILIES["vit_tiny_patch16_224"]), "run.exact=true", "exact.shards=4"]
+    arguments = [
+        *words("vit_tiny_patch16_224", FAMILIES["vit_tiny_patch16_224"]),
+        "run.exact=true",
+        "exact.shards=4",
+    ]
     runs = {nproc: Job(tmp_path / str(nproc), arguments, nproc=nproc) for nproc in (1, 2, 4)}
     assert len({job.run_in_forks().done["weights"] for job in runs.values()}) == 1
-    without = Job(tmp_path / "without", [*arguments, "model.args.drop_path_rate=0", "model.args.proj_drop_rate=0"])
-    assert without.run_in_forks().done["weights"] != runs[1].run_in_forks().done["weights"], "drop path has an effect"
+    without = Job(
+        tmp_path / "without", [*arguments, "model.args.drop_path_rate=0", "model.args.proj_drop_rate=0"]
+    )
+    assert without.run_in_forks().done["weights"] != runs[1].run_in_forks().done["weights"], (
+        "drop path has an effect"
+    )
 
 
 @pytest.fixture
@@ -232,7 +253,9 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_function_of_the_user_makes_the_model_and_no_file_does(package: Path, tmp_path: Path, digits: Path) -> None:
+def test_a_function_of_the_user_makes_the_model_and_no_file_does(
+    package: Path, tmp_path: Path, digits: Path
+) -> None:
     own = ["digits", *TRAINING, "model.arch=mynet:net", "model.args.width=6"]
     job = Job(tmp_path / "run", own, nproc=2, env={"PYTHONPATH": str(package)})
     expected = job.run().done
@@ -285,7 +308,11 @@ def test_a_function_of_the_user_reaches_the_registry_and_predicts_from_there(
     assert sent.code == 0, sent.err
     ran, registered = tmp_path / "ran", ("predict", "models:/own@best", image, "--json")
     refused = pipeline(*registered, cwd=package, MLFLOW_TRACKING_URI=first, RAN=str(ran))
-    assert (refused.code, "runs only with --trust mynet:net" in refused.error, ran.exists()) == (2, True, False)
+    assert (refused.code, "runs only with --trust mynet:net" in refused.error, ran.exists()) == (
+        2,
+        True,
+        False,
+    )
     allowed = [
         pipeline(*command, "--trust", "mynet:net", cwd=package, MLFLOW_TRACKING_URI=uri)
         for command, uri in (
@@ -336,7 +363,13 @@ def test_wrong_models_are_refused_in_one_line(arch: str, args: dict[str, str], s
 
 
 def check(arch: str, world: int, *more: str) -> None:
-    words = ["data.source=synthetic", f"model.arch={arch}", "augment.size=32", "batch.global=8", "run.device=cpu"]
+    words = [
+        "data.source=synthetic",
+        f"model.arch={arch}",
+        "augment.size=32",
+        "batch.global=8",
+        "run.device=cpu",
+    ]
     config, here = load("digits", [*words, *more]), World(size=world, local_size=world)
     plan = make_plan(config, here, DataSize(80, 8, 4))
     check_model_builds(config, plan, here, is_resumed=True)
@@ -348,7 +381,9 @@ def test_a_weight_without_a_gradient_is_refused_where_ddp_would_wait_for_it(
     monkeypatch.syspath_prepend(package)
     for values in ("false", "true"):
         words = ("mynet:idle", 2, f"model.args.needs_values={values}")
-        with pytest.raises(RequestError, match=r"mynet:idle does not use idle\.weight, idle\.bias for its logits"):
+        with pytest.raises(
+            RequestError, match=r"mynet:idle does not use idle\.weight, idle\.bias for its logits"
+        ):
             check(*words)
         check(*words, "model.freeze=idle", "model.init=weights.pth")
         check(*words, "run.exact=true", "exact.shards=2")
@@ -359,10 +394,14 @@ def test_a_weight_without_a_gradient_is_refused_where_ddp_would_wait_for_it(
     check("mynet:grouped", 2, "model.args.detached=true")  # no gradient at all: DDP itself reports it
 
 
-def test_a_wrong_list_of_weights_that_do_not_decay_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_list_of_weights_that_do_not_decay_is_refused(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(package)
     for tensors, kind in (("false", "NoneType"), ("true", "set")):
-        with pytest.raises(RequestError, match=f"no_weight_decay of Net gives a {kind}: give a set of parameters"):
+        with pytest.raises(
+            RequestError, match=f"no_weight_decay of Net gives a {kind}: give a set of parameters"
+        ):
             check("mynet:undecided", 1, f"model.args.tensors={tensors}")
 
 
@@ -378,7 +417,15 @@ def test_tied_weights_are_exported(package: Path, tmp_path: Path) -> None:
 
 
 def test_an_argument_has_the_type_that_its_text_means_also_after_a_round_trip() -> None:
-    values = {"0.1": 0.1, "12": 12, "0" * 21 + "5": 5, "1e-3": 1e-3, "true": True, "none": None, "[2, 2]": [2, 2]}
+    values = {
+        "0.1": 0.1,
+        "12": 12,
+        "0" * 21 + "5": 5,
+        "1e-3": 1e-3,
+        "true": True,
+        "none": None,
+        "[2, 2]": [2, 2],
+    }
     for given, value in (values | {"avg": "avg"}).items():
         config = load("digits", ["data.root=x", f"model.args.x={given}"])
         assert config.model.args == {"x": value}
@@ -407,7 +454,9 @@ def test_a_model_names_the_weights_that_do_not_decay() -> None:
     assert decayed_names(model) == set()
 
 
-def test_with_a_frozen_backbone_every_classifier_is_trained(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_frozen_backbone_every_classifier_is_trained(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(package)
     deit = Model(arch="timm/deit_tiny_distilled_patch16_224", args={"img_size": 32})
     own = load("digits", ["data.root=x", "model.arch=mynet:classified"]).model
@@ -447,14 +496,26 @@ def test_first_weights_come_from_a_file_and_a_file_without_weights_executes_noth
 @pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("lamb", marks=pytest.mark.long), "muon"])
 def test_an_optimizer_of_timm_resumes_to_the_bit_and_is_exact(name: str, tmp_path: Path) -> None:
-    arguments = ["digits", *TRAINING, f"optimizer.name={name}", "model.arch=shufflenet_v2_x0_5", "run.exact=true"]
+    arguments = [
+        "digits",
+        *TRAINING,
+        f"optimizer.name={name}",
+        "model.arch=shufflenet_v2_x0_5",
+        "run.exact=true",
+    ]
     uninterrupted = assert_resumes(tmp_path, [*arguments, "exact.shards=2"], 11)
     alone = Job(tmp_path / "alone", [*arguments, "exact.shards=2"])
     assert alone.run_in_forks().done["weights"] == uninterrupted.run_in_forks().done["weights"]
 
 
 def test_a_step_of_lamb_counts_on_after_a_resume(tmp_path: Path) -> None:
-    arguments = ["digits", *TRAINING, "optimizer.name=lamb", "model.arch=shufflenet_v2_x0_5", "train.max_steps=2"]
+    arguments = [
+        "digits",
+        *TRAINING,
+        "optimizer.name=lamb",
+        "model.arch=shufflenet_v2_x0_5",
+        "train.max_steps=2",
+    ]
     job = Job(tmp_path / "run", arguments)
     assert job.run().code == 0
     job.arguments[-1] = "train.max_steps=3"
@@ -465,4 +526,7 @@ def test_a_step_of_lamb_counts_on_after_a_resume(tmp_path: Path) -> None:
 
 def test_a_model_that_fsdp_cannot_shard_is_refused(tmp_path: Path) -> None:
     arguments = [*words("dm_nfnet_f0", {}), "parallel=fsdp", f"run.dir={tmp_path / 'run'}"]
-    assert "parallel=fsdp cannot cut stages.0.0.skipinit_gain" in quick("doctor", *arguments, "--world", "2").error
+    assert (
+        "parallel=fsdp cannot cut stages.0.0.skipinit_gain"
+        in quick("doctor", *arguments, "--world", "2").error
+    )

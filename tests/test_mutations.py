@@ -75,7 +75,11 @@ def bombs() -> list[bytes]:
 @pytest.mark.fault("E1", ci=1, long=10)
 def test_a_mutated_jpeg_is_decoded_or_named(seed: int, jpegtran: str) -> None:
     images = [photo(200, 300), photo(97, 61)]
-    kinds: list[dict[str, int]] = [{"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True}]
+    kinds: list[dict[str, int]] = [
+        {"subsampling": 0},
+        {"subsampling": 2, "optimize": True},
+        {"progressive": True},
+    ]
     seeds = [encoded(image, **options) for image in images for options in kinds]
     seeds += [jpeg_restarts.with_restarts(data) or data for data in seeds]
     rng = np.random.default_rng(seed)
@@ -106,7 +110,9 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int, jpegtran: str) -> None:
 @pytest.mark.full
 @pytest.mark.fault("E1", ci=1, long=10)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_mutated_pack_is_read_correctly_or_refused(tmp_path: Path, level: str, seed: int, jpegtran: str) -> None:
+def test_a_mutated_pack_is_read_correctly_or_refused(
+    tmp_path: Path, level: str, seed: int, jpegtran: str
+) -> None:
     folder = tmp_path / "images"
     for number in range(6):
         path = folder / ("val" if number < 2 else "train") / "ab"[number % 2] / f"{number}.jpg"
@@ -133,4 +139,6 @@ def test_a_mutated_pack_is_read_correctly_or_refused(tmp_path: Path, level: str,
         except RequestError:
             refused += 1
         (damaged / name).write_bytes(files[name])
-    assert MUTATIONS / 2 < refused < MUTATIONS  # a shard is verified image by image, so not every mutation is refused
+    assert (
+        MUTATIONS / 2 < refused < MUTATIONS
+    )  # a shard is verified image by image, so not every mutation is refused

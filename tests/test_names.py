@@ -15,7 +15,9 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
 def test_a_run_in_an_ascii_locale_is_sent_to_mlflow(place: Place) -> None:
-    (place.path / "recipe.yaml").write_text("recipe: größe\ntrack: {experiment: Größe – 日本}\n", encoding="utf-8")
+    (place.path / "recipe.yaml").write_text(
+        "recipe: größe\ntrack: {experiment: Größe – 日本}\n", encoding="utf-8"
+    )
     words = [word for word in SMALL if not word.startswith("track.")]
     done = pipeline("train", "recipe.yaml", *words, "run.dir=runs/ascii", cwd=place.path, **ASCII)
     assert done.code == 0, done.err
@@ -60,7 +62,9 @@ def test_names_that_are_not_utf_8(place: Place) -> None:
         result = quick(*command, cwd=place.path)
         assert result.code == 0, (command, result.err)
         assert all(character.isprintable() or character == "\n" for character in result.out), command
-    no_mlflow = quick("train", "digits", *SMALL, "data.root=.", "run.dir=runs/other", "track.uri=auto", cwd=odd)
+    no_mlflow = quick(
+        "train", "digits", *SMALL, "data.root=.", "run.dir=runs/other", "track.uri=auto", cwd=odd
+    )
     assert no_mlflow.code == 2
     assert "track.uri=none" in no_mlflow.error
 

@@ -20,14 +20,18 @@ class Run:
         self.trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", *words)
         self.state, job = self.trainer.state, self.trainer.job
         if on_device:
-            self.state.loss_guard = DeviceLossGuard(self.state.strategy, self.trainer.process.timer, "start again")
+            self.state.loss_guard = DeviceLossGuard(
+                self.state.strategy, self.trainer.process.timer, "start again"
+            )
         self.batch = TrainBatches(job.source.train, job.config, job.plan, 0)[0]
 
     def step(self, *, with_nan: bool = False) -> bool:
         """Train one step; return True, without an update, if the guard found a bad loss."""
         step = self.trainer.step
         loss = step.forward_backward(iter([self.batch]))
-        loss = loss * torch.nan if with_nan else loss  # gradients stay finite: only the guard can stop the update
+        loss = (
+            loss * torch.nan if with_nan else loss
+        )  # gradients stay finite: only the guard can stop the update
         is_bad = self.state.loss_guard.check(self.state.step + 1, loss, step.used)
         if not is_bad:
             step.apply_gradients()
@@ -40,7 +44,9 @@ class Run:
 
 
 @pytest.mark.parametrize("words", [(), ("optimizer.name=adamw",), ("train.precision=fp16",)])
-def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits: Path, words: tuple[str, ...]) -> None:
+def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(
+    digits: Path, words: tuple[str, ...]
+) -> None:
     run = Run(digits, *words, on_device=True)
     assert not run.step()
     before = run.weights()

@@ -100,7 +100,9 @@ def test_one_of_several_writers_at_once_wins(bucket: Bucket) -> None:
             won = [etag for etag in pool.map(lambda number: write(number, if_absent=True), range(8)) if etag]
             assert len(won) == 1
             same = {"if_match": won[0]}
-            again = [etag for etag in pool.map(lambda number, same=same: write(number, **same), range(8)) if etag]
+            again = [
+                etag for etag in pool.map(lambda number, same=same: write(number, **same), range(8)) if etag
+            ]
             assert again == [stores[0].read_described("lease")[1].etag]
 
 
@@ -125,7 +127,9 @@ def test_a_conditional_write_whose_answer_is_lost_is_no_conflict(
         store.write("lease", b"mine", **arguments)
 
 
-def test_every_method_survives_faults(bucket: Bucket, fault_proxy: FaultProxy, impatient: None, tmp_path: Path) -> None:
+def test_every_method_survives_faults(
+    bucket: Bucket, fault_proxy: FaultProxy, impatient: None, tmp_path: Path
+) -> None:
     rates = {"500": 0.02, "503": 0.02, "truncate": 0.02, "stall": 0.02}
     store = Store(f"{bucket.place}/prefix")
     contents = {f"{number:03}": BYTES(1000 + number) for number in range(60)}
@@ -167,7 +171,10 @@ METHODS: dict[str, Callable[[Store, Path], Any]] = {
     "delete": lambda store, path: store.delete("a"),
 }
 WRONG: dict[str, tuple[dict[str, str | None], str]] = {
-    "secret": ({"AWS_SECRET_ACCESS_KEY": "wrongsecret"}, r"is refused by the store \(403 .*: check the credentials"),
+    "secret": (
+        {"AWS_SECRET_ACCESS_KEY": "wrongsecret"},
+        r"is refused by the store \(403 .*: check the credentials",
+    ),
     "key": ({"AWS_ACCESS_KEY_ID": "wrongkey"}, r"is refused by the store \(403 .*: check the credentials"),
     "no credentials": ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "needs credentials"),
     "half": (
@@ -232,7 +239,9 @@ def test_a_store_that_is_dead_or_always_fails_is_an_outage_after_bounded_time(
     Store(bucket.place).write("a", b"")
 
 
-def test_an_upload_that_is_killed_leaves_no_object(bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path) -> None:
+def test_an_upload_that_is_killed_leaves_no_object(
+    bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
     path = tmp_path / "large"
     path.write_bytes(bytes(LARGE))
     fault_proxy.latency_ms = 300
@@ -279,7 +288,10 @@ def test_a_redirect_is_refused_at_once_and_not_followed(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
 ) -> None:
     (tmp_path / "file").write_bytes(bytes(LARGE))
-    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/elsewhere?x=y") as (uri, asked):
+    with (
+        foreign_server() as (target, seen),
+        foreign_server(status, Location=f"{target}/elsewhere?x=y") as (uri, asked),
+    ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
         for method in METHODS.values():
             with pytest.raises(RequestError, match=rf"redirects .*\({status}\)"):
@@ -288,9 +300,13 @@ def test_a_redirect_is_refused_at_once_and_not_followed(
     assert seen == []
 
 
-def test_a_hostile_answer_is_one_short_printable_line(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_answer_is_one_short_printable_line(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     message = "first\nsecond \x9b31m" + "A" * 5000
-    body = f"<?xml version='1.0'?><Error><Code>{'C' * 5000}</Code><Message>{message}</Message></Error>".encode()
+    body = (
+        f"<?xml version='1.0'?><Error><Code>{'C' * 5000}</Code><Message>{message}</Message></Error>".encode()
+    )
     # the last is a web server, such as the console of a store on another port
     for status, text, is_store in ((403, body, True), (400, body, True), (200, b"<html>", False)):
         with hostile_store(status, text, len(text), is_store=is_store) as endpoint:
@@ -302,9 +318,13 @@ def test_a_hostile_answer_is_one_short_printable_line(bucket: Bucket, monkeypatc
     assert "is not that of a store" in str(refusal.value)
 
 
-def test_an_object_of_any_size_is_not_read_into_memory(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_of_any_size_is_not_read_into_memory(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with hostile_store(200, b"", 3_000_000_000) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         for read in (Store(bucket.place).read, open_target(Store(bucket.place)).read):
-            with pytest.raises(RequestError, match="has 3,000,000,000 bytes, more than the 268,435,456 allowed"):
+            with pytest.raises(
+                RequestError, match="has 3,000,000,000 bytes, more than the 268,435,456 allowed"
+            ):
                 read(".packing.json")

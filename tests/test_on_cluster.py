@@ -45,7 +45,13 @@ class Fake:
         self.set()
 
     def set(self, namespace: object = None, **quirks: object) -> None:
-        state = {"namespace": namespace, "quirks": quirks, "mlflow": 1, "sent": [], "hash": "journal.jsonl 5a3e"}
+        state = {
+            "namespace": namespace,
+            "quirks": quirks,
+            "mlflow": 1,
+            "sent": [],
+            "hash": "journal.jsonl 5a3e",
+        }
         (self.folder / "state.json").write_text(json.dumps(state))
         (self.folder / "calls.jsonl").write_text("")
 
@@ -69,7 +75,14 @@ class Fake:
         """
         file = self.folder / "results.json"
         cases = [word for name in only.split() for word in ("--only", name)]
-        fixed = ("--image", "registry.example/t:1", "--mlflow-image", "registry.example/m:1", "--namespace", NAMESPACE)
+        fixed = (
+            "--image",
+            "registry.example/t:1",
+            "--mlflow-image",
+            "registry.example/m:1",
+            "--namespace",
+            NAMESPACE,
+        )
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, str(REPOSITORY / "tests"), change, *fixed, "--limit", "20", *cases, *words,
              "--json", str(file)],
@@ -78,7 +91,9 @@ class Fake:
         )  # fmt: skip
         self.out, self.error = done.stdout, done.stderr
         assert file.exists(), done.stderr
-        return {"code": {"code": done.returncode}} | {result["case"]: result for result in json.loads(file.read_text())}
+        return {"code": {"code": done.returncode}} | {
+            result["case"]: result for result in json.loads(file.read_text())
+        }
 
 
 @pytest.fixture
@@ -98,7 +113,11 @@ def rendered(*words: str) -> list[str]:
     if "--sync" in words:
         metadata = f"{{name: sync-{words[-1]}, namespace: {NAMESPACE}}}"
         return [f"apiVersion: batch/v1\nkind: Job\nmetadata: {metadata}\n"]
-    found = [d for path in sorted((REPOSITORY / "k8s").glob("*.yaml")) for d in yaml.safe_load_all(path.read_text())]
+    found = [
+        d
+        for path in sorted((REPOSITORY / "k8s").glob("*.yaml"))
+        for d in yaml.safe_load_all(path.read_text())
+    ]
     job = one(found, "Job", "trainer")["spec"]
     if words[-2:] == ("--nodes", "1"):
         job["completions"] = job["parallelism"] = 1
@@ -188,7 +207,11 @@ def test_a_failed_job_is_noticed_at_once_and_its_evidence_is_kept(fake: Fake) ->
         ("no-fault", {"runs": 2}, "too long for one FINISHED run in MLflow"),
         ("no-fault", {"twice": 1}, "MLflow has 1 points twice and lacks 0"),
         ("elastic", {"never shrinks": True}, "no start on 1 node after the loss of pod 1"),
-        ("dark-node-1", {"written after the thaw": "more"}, "wrote to the run's folder after its node node-1 was"),
+        (
+            "dark-node-1",
+            {"written after the thaw": "more"},
+            "wrote to the run's folder after its node node-1 was",
+        ),
         ("dark-node-0", {"freeze fails": True}, "kubectl freeze node-0: no such node"),
     ],
 )

@@ -130,7 +130,9 @@ def pixels_of(root: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("jpegtran")
-def test_batches_are_those_of_the_upright_images_from_a_folder_and_packs(turned: Path, tmp_path: Path) -> None:
+def test_batches_are_those_of_the_upright_images_from_a_folder_and_packs(
+    turned: Path, tmp_path: Path
+) -> None:
     expected = pixels_of(tmp_path / "plain")
     assert pixels_of(turned) == expected
     assert pixels_of(turned, "data.orientation=ignore") != expected
@@ -184,8 +186,12 @@ def test_predict_and_evaluate_read_upright_images(turned: Path, tmp_path: Path) 
     run = tmp_path / "run"
     trained = quick("train", "digits", *SMALL, *words(turned), f"run.dir={run}", "train.epochs=1")
     assert trained.code == 0, trained.err
-    first, second = (quick("predict", str(run), str(root / "val"), "--json") for root in (turned, tmp_path / "plain"))
-    probabilities = [[row["top"] for row in json.loads(result.out)["predictions"]] for result in (first, second)]
+    first, second = (
+        quick("predict", str(run), str(root / "val"), "--json") for root in (turned, tmp_path / "plain")
+    )
+    probabilities = [
+        [row["top"] for row in json.loads(result.out)["predictions"]] for result in (first, second)
+    ]
     assert probabilities[0] == probabilities[1]
     figures = [quick("evaluate", str(run), f"data.root={root}").out for root in (turned, tmp_path / "plain")]
     assert figures[0] == figures[1]
@@ -201,7 +207,12 @@ def tiff(values: Any, **tags: float) -> bytes:
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
     directory, buffer = ImageFileDirectory_v2(), io.BytesIO()
-    for name, (number, kind) in {"low": (340, 11), "high": (341, 11), "highest": (281, 3), "sign": (339, 3)}.items():
+    for name, (number, kind) in {
+        "low": (340, 11),
+        "high": (341, 11),
+        "highest": (281, 3),
+        "sign": (339, 3),
+    }.items():
         if name in tags:
             directory[number], directory.tagtype[number] = tags[name], kind
     Image.fromarray(values).save(buffer, "TIFF", tiffinfo=directory)
@@ -214,7 +225,8 @@ def colour_png(values: Any) -> bytes:
     header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     made = [
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
     ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(made)
 

@@ -90,10 +90,14 @@ SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
 
 
 @pytest.mark.parametrize(
-    "options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"optimize": True, "quality": 30}], ids=str
+    "options",
+    [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"optimize": True, "quality": 30}],
+    ids=str,
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: dict[str, Any], jpegtran: str) -> None:
+def test_a_region_has_exactly_the_pixels_of_the_whole_image(
+    mode: str, options: dict[str, Any], jpegtran: str
+) -> None:
     rng = np.random.default_rng(0)
     for number, (height, width) in enumerate(SHAPES):
         if mode != "RGB":
@@ -103,7 +107,9 @@ def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: 
         assert converted is not None
         pixels = decode(data)
         assert torch.equal(decode(converted), pixels)
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(converted))), np.asarray(Image.open(io.BytesIO(data))))
+        assert np.array_equal(
+            np.asarray(Image.open(io.BytesIO(converted))), np.asarray(Image.open(io.BytesIO(data)))
+        )
         cut, plain = Picture.open(converted), Picture.open(data)
         assert cut.frame
         assert cut.frame.cuts
@@ -134,7 +140,9 @@ def test_a_file_that_cannot_get_restart_markers_is_left_unchanged(data: bytes) -
     assert jpeg_restarts.with_restarts(data) is None
 
 
-def test_an_image_is_stored_unchanged_if_its_verification_fails(jpegtran: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_stored_unchanged_if_its_verification_fails(
+    jpegtran: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = encoded(photo(64, 64))
     other = jpeg_restarts.with_restarts(encoded(photo(64, 64, seed=1)))
     monkeypatch.setattr(jpeg_restarts, "with_restarts", lambda *_: other)
@@ -204,7 +212,9 @@ def test_the_stream_is_the_same_over_a_folder_and_every_pack(folder: Path, packs
     expected, defects = stream(folder, range(8), "data.source=folder", *words)
     for level, root in packs.items():
         found, named = stream(root, range(8), "data.source=pack", *words)
-        assert [(batch.ids, batch.labels) for batch in found] == [(batch.ids, batch.labels) for batch in expected]
+        assert [(batch.ids, batch.labels) for batch in found] == [
+            (batch.ids, batch.labels) for batch in expected
+        ]
         assert {sample for sample, _ in named} == {sample for sample, _ in defects}
         assert (found == expected) == (level == "lossless")
         for world, workers, accumulate in ((2, 2, 1), (4, 0, 2)):
@@ -241,7 +251,9 @@ def test_the_tar_files_unpack_to_the_folder_without_its_bad_files(
             if name == "train/b/03.jpg":
                 assert not (tmp_path / name).exists()
             elif name not in ("train/b/01.jpg", "train/a/02.jpg"):
-                assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
+                assert torch.equal(
+                    decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes())
+                )
 
 
 @pytest.mark.full
@@ -288,7 +300,9 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed
     assert len(expected) > 4  # shards, the index and the summary
     out = tmp_path / f"killed-{seed}"
     command = [sys.executable, "-m", "pipeline", "data", "pack", str(source), str(out)]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     while process.poll() is None and not (out / ".packing.json").exists():
         time.sleep(0.01)
     time.sleep(float(np.random.default_rng(seed).uniform(0, seconds)))
@@ -298,14 +312,18 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed
     assert file_digests(out) == expected, f"seed {seed}"
 
 
-def test_any_number_of_workers_makes_the_same_pack(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+def test_any_number_of_workers_makes_the_same_pack(
+    folder: Path, packs: dict[str, Path], tmp_path: Path
+) -> None:
     for workers in (1, 3):
         command = ["data", "pack", str(folder), str(tmp_path / str(workers)), "--workers", str(workers)]
         assert main(command) == 0
         assert file_digests(tmp_path / str(workers)) == file_digests(packs["lossless"])
 
 
-def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_left_unchanged(
+    folder: Path, packs: dict[str, Path], tmp_path: Path
+) -> None:
     out = packs["lossless"]
     before = file_digests(out)
     with pytest.raises(RequestError, match=r"holds a pack of another source, level or format"):
@@ -362,5 +380,7 @@ def test_a_damaged_pack_is_refused(packs: dict[str, Path], tmp_path: Path, file:
         os.mkfifo(root / file)
     elif damage == "other":
         (root / file).write_bytes(b"x" * 600)
-    with pytest.raises(RequestError, match=r"the pack .* is damaged: |holds no complete pack|not a regular file"):
+    with pytest.raises(
+        RequestError, match=r"the pack .* is damaged: |holds no complete pack|not a regular file"
+    ):
         open_source(load("digits", ["data.source=pack", f"data.root={root}"]))

@@ -23,7 +23,14 @@ from pipeline.world import World
 
 HOSTILE = "<script>alert(1)</script>"
 CLASSES = [HOSTILE, '"><img src="https://example.org/x.png">', "a long name " * 12]
-FIGURES = {"step": "28", "epoch": "2", "top1": "0.6667", "top5": "0.9833", "images": "3/3", "weights": "sha256:4f0c"}
+FIGURES = {
+    "step": "28",
+    "epoch": "2",
+    "top1": "0.6667",
+    "top5": "0.9833",
+    "images": "3/3",
+    "weights": "sha256:4f0c",
+}
 DONE = " ".join(["done", *(f"{name}={value}" for name, value in FIGURES.items())])
 SECTIONS = [
     "curves", "confusion", "classes", "reliability", "mistakes", "augmentation", "time", "evaluations",
@@ -40,11 +47,20 @@ def folder(tmp_path: Path) -> Path:
     plan = make_plan(config, World(size=2, local_size=2), DataSize(1437, 3, 3))
     run.config.write_text(config.to_yaml())
     run.plan.write_text(json.dumps(plan.to_dict()))
-    predictions = Predictions(np.array([0, 1, 2], np.int32), np.array([0, 0, 2], np.int32), np.ones(3, np.float32))
+    predictions = Predictions(
+        np.array([0, 1, 2], np.int32), np.array([0, 0, 2], np.int32), np.ones(3, np.float32)
+    )
     pixels = np.zeros((1, 3, 8, 8), np.uint8)
     save_evaluation(run, 28, SavedEvaluation(predictions, CLASSES, np.array([1]), pixels))
     save_augmented(run, pixels, CLASSES[:1])
-    evaluated = {"step": 28, "weights": "sha256:4f0c", "top1": 2 / 3, "top5": 0.98333, "loss": 0.5, "images": "3/3"}
+    evaluated = {
+        "step": 28,
+        "weights": "sha256:4f0c",
+        "top1": 2 / 3,
+        "top5": 0.98333,
+        "loss": 0.5,
+        "images": "3/3",
+    }
     tags = {"world": 2, "epochs": 2, "data": "1f2e", "version": "0.2", "device": "<b>GPU</b>"}
     times = {"time/epoch_s": 8.0, "time/data_s": 6.0, "time/copy_s": 2.0, "time/images_per_s": 300.0}
     rows = [
@@ -90,7 +106,15 @@ def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None
     for name in CLASSES[:2]:
         assert name in page.texts, "a class's name is text"
     assert "<b>GPU</b>" in page.texts
-    assert {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "a", "base", "form"} == set()
+    assert {tag for tag, _ in page.elements} & {
+        "script",
+        "link",
+        "iframe",
+        "object",
+        "a",
+        "base",
+        "form",
+    } == set()
     assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img"))
     assert len(page.all("img")) == 6, "four pictures, a mistake and an augmented image"
     names = {name for _, attributes in page.elements for name in attributes}
@@ -98,7 +122,9 @@ def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None
     assert not re.search(r"url\(|@import", (folder / "report" / "index.html").read_text())
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     assert {"http-equiv": "Content-Security-Policy", "content": policy} in page.all("meta")
-    assert render_page(RunFolder(folder)) == (folder / "report" / "index.html").read_text(), "the same bytes again"
+    assert render_page(RunFolder(folder)) == (folder / "report" / "index.html").read_text(), (
+        "the same bytes again"
+    )
 
 
 def test_a_missing_or_damaged_part_is_left_out_and_named(folder: Path) -> None:

@@ -29,10 +29,14 @@ def test_the_readme_is_read_in_minutes() -> None:
 
 
 def test_every_link_leads_somewhere_and_the_readme_links_every_page() -> None:
-    broken = [f"{page.name}: {target.name}" for page in PAGES for target in links(page) if not target.exists()]
+    broken = [
+        f"{page.name}: {target.name}" for page in PAGES for target in links(page) if not target.exists()
+    ]
     for page in PAGES:
         for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
-            heads = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+            heads = re.findall(
+                r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE
+            )
             if anchor not in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}:
                 broken.append(f"{page.name}: {target}#{anchor}")
     assert not broken
@@ -48,7 +52,9 @@ def help_of(*words: str) -> str:
 
 
 def test_the_table_of_commands_is_complete_and_names_existing_flags() -> None:
-    rows = re.findall(r"^\| `pipeline ([a-z0-9 ]+)(.*?)` \| ", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `pipeline ([a-z0-9 ]+)(.*?)` \| ", (ROOT / "docs/commands.md").read_text(), re.MULTILINE
+    )
     commands = {row.split()[0] for row, _ in rows}
     assert commands == set(re.findall(r"^ {4}([a-z0-9]+)\b", help_of(), re.MULTILINE))
     for row, arguments in rows:
@@ -93,14 +99,18 @@ def test_what_github_reads_follows_its_schema(schema: str, pattern: str) -> None
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda path: path.stem
+)
 def test_a_workflow_may_only_read(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["concurrency"]["cancel-in-progress"] is True
     for job in workflow["jobs"].values():
         assert "permissions" not in job
-        assert all(re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+        assert all(
+            re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step
+        )
 
 
 def test_the_hooks_run_the_commands_of_make_lint() -> None:

@@ -56,8 +56,12 @@ def plan_stages(size: int, *words: str) -> Plan:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"])
-def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "words", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"]
+)
+def test_a_killed_run_resumes_with_the_same_weights(
+    tmp_path: Path, digits: Path, words: tuple[str, ...]
+) -> None:
     expected = job(tmp_path / "uninterrupted", digits, 2, *words).run_in_forks().done
     killed = job(tmp_path / "killed", digits, 2, *words).start()
     killed.wait_for_step(random.Random(2).randint(5, 9))
@@ -66,7 +70,9 @@ def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path
     assert killed.wait().code == 1
     assert killed.run_in_forks().done == expected
     evaluated = quick("evaluate", str(killed.folder))  # in one process, which has the whole model
-    assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the whole model under its own names"
+    assert evaluated.done["weights"] == expected["weights"], (
+        "a checkpoint has the whole model under its own names"
+    )
     contents = decode(read_verified(killed.checkpoints()[-1]), killed.folder)
     whole = build(load("digits", list(SMALL)).model, 10).state_dict()
     for part in ("model", "average"):
@@ -93,7 +99,9 @@ def test_channels_last_trains_the_same_weights_in_every_mode(tmp_path: Path, dig
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["fsdp", "stages"])
-def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digits: Path, parallel: str) -> None:
+def test_digits_are_learned_while_two_processes_become_four(
+    tmp_path: Path, digits: Path, parallel: str
+) -> None:
     words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none",
              "data.workers=2", "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
     run = Job(tmp_path / "run", [*words, "train.max_steps=84"], nproc=2)
@@ -107,7 +115,9 @@ def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digi
 
 
 @pytest.mark.long
-def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tmp_path: Path, digits: Path) -> None:
+def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(
+    tmp_path: Path, digits: Path
+) -> None:
     words = ("parallel=fsdp", "fsdp.shard=node", "train.clip=0.5", "train.ema=0.9")
     expected = two_nodes(job(tmp_path / "uninterrupted", digits, 4, *words)).done
     run = job(tmp_path / "run", digits, 4, *words, "train.max_steps=6")
@@ -121,11 +131,16 @@ def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tm
 
 def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
     for local_size, hosts in ((1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])):
-        config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=local_size)
+        config, world = (
+            load("digits", ["parallel=fsdp", "fsdp.shard=node"]),
+            World(size=4, local_size=local_size),
+        )
         group = Group(world, torch.device("cpu"))
         group.hosts = hosts
         with pytest.raises(RequestError, match=rf"^fsdp.shard=node needs .* not ranks on {', '.join(hosts)}"):
-            FSDPStrategy(config, make_plan(config, world, DataSize(960, 96, 10)), build(config.model, 10), group)
+            FSDPStrategy(
+                config, make_plan(config, world, DataSize(960, 96, 10)), build(config.model, 10), group
+            )
 
 
 @pytest.mark.full
@@ -138,7 +153,9 @@ def test_a_model_that_cannot_be_split_is_refused_before_the_group_forms(tmp_path
 def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
     def row(*words: str) -> str:
         config = load("digits", ["parallel=fsdp", *words])
-        return memory_row(config, 1 << 20, make_plan(config, World(size=4, local_size=2), DataSize(960, 96, 10)))
+        return memory_row(
+            config, 1 << 20, make_plan(config, World(size=4, local_size=2), DataSize(960, 96, 10))
+        )
 
     assert "of which a process has about 1/4 = 3.0 MiB" in row()
     assert "rank 0 has 8.0 MiB more in host memory while it saves" in row()
@@ -176,7 +193,9 @@ def test_a_replica_in_its_own_thread_has_the_precision_of_training(kind: torch.d
 def test_scattered_passes_have_the_precision_of_training(kind: torch.dtype) -> None:
     replica, images = AutocastModel(nn.Conv2d(3, 4, 3).cuda()), torch.randn(2, 3, 8, 8, device="cuda")
     with torch.autocast("cuda", kind):
-        found = parallel_apply([replica] * 2, [(images, torch.get_autocast_dtype("cuda"))] * 2, devices=[0, 0])
+        found = parallel_apply(
+            [replica] * 2, [(images, torch.get_autocast_dtype("cuda"))] * 2, devices=[0, 0]
+        )
     assert [logits.dtype for logits in found] == [kind, kind]
 
 
@@ -186,7 +205,9 @@ SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
 } | {
     "vit": partial(models.VisionTransformer, 64, 16, num_layers=4, num_heads=2, hidden_dim=32, mlp_dim=64),
     "swin": partial(models.SwinTransformer, [4, 4], 24, [1, 2], [2, 2], [4, 4]),
-    "regnet": lambda: models.RegNet(BlockParams.from_init_params(depth=6, w_0=8, w_a=4.0, w_m=2.0, group_width=8)),
+    "regnet": lambda: models.RegNet(
+        BlockParams.from_init_params(depth=6, w_0=8, w_a=4.0, w_m=2.0, group_width=8)
+    ),
     "convnext": partial(models.ConvNeXt, [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)]),
 }
 
@@ -265,13 +286,20 @@ def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: Group) -> No
 
 @pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v3_small", "vit_b_32", "swin_t"])
 def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: Group) -> None:
-    config = load("digits", ["parallel=fsdp", f"model.arch={arch}", "train.precision=bf16", "batch.accumulate=2"])
+    config = load(
+        "digits", ["parallel=fsdp", f"model.arch={arch}", "train.precision=bf16", "batch.accumulate=2"]
+    )
     model = build(config.model, 10)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0
     plain = copy.deepcopy(model)
-    cast = [module for modules, dtype in units(model, is_bf16=True) if dtype == torch.bfloat16 for module in modules]
+    cast = [
+        module
+        for modules, dtype in units(model, is_bf16=True)
+        if dtype == torch.bfloat16
+        for module in modules
+    ]
     assert sum(param.numel() for module in cast for param in module.parameters()) > 1e6
     strategy = FSDPStrategy(config, make_plan(config, group.world, DataSize(960, 96, 10)), model, group)
     for micro in range(2):
@@ -289,8 +317,12 @@ def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: Gr
 
 
 @pytest.mark.parametrize(("name", "skips"), [("sgd", False), ("adamw", True)])
-def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(name: str, skips: bool, digits: Path, group: Group) -> None:
-    trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
+def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(
+    name: str, skips: bool, digits: Path, group: Group
+) -> None:
+    trainer = make_trainer(
+        digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}"
+    )
     config, plan, timer = trainer.job.config, trainer.job.plan, trainer.process.timer
     strategy = FSDPStrategy(config, plan, trainer.state.model, group)
     guard = DeviceLossGuard(strategy, timer, config.start_again)  # as on a GPU
@@ -301,11 +333,15 @@ def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(name: str, skips: bool, d
         before = [param.full_tensor().clone() for param in state.model.parameters()]  # type: ignore[operator]
         assert state.confirm_step() == state.step
         loss = step.forward_backward(iter([batch]))
-        assert not state.loss_guard.check(state.step + 1, loss * factor, step.used), "the host does not know yet"
+        assert not state.loss_guard.check(state.step + 1, loss * factor, step.used), (
+            "the host does not know yet"
+        )
         step.apply_gradients()
     after = [param.full_tensor() for param in state.model.parameters()]  # type: ignore[operator]
     assert all(map(torch.equal, before, after)) == skips, "fused AdamW skips the update of sharded weights"
-    with pytest.raises(NotFiniteError, match=r"the loss is nan at step 2 on rank 0 .*: the step is not saved;"):
+    with pytest.raises(
+        NotFiniteError, match=r"the loss is nan at step 2 on rank 0 .*: the step is not saved;"
+    ):
         _ = state.confirm_step()
     loss = step.forward_backward(iter([batch]))
     assert state.loss_guard.check(3, loss, step.used), "the run ends at the next step at the latest"

@@ -21,8 +21,12 @@ DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
 IMAGENET = DataSize(train_images=1_281_167, val_images=50_000, num_classes=1000)
 
 
-def plan_of(*overrides: str, size: int = 1, local: int | None = None, cpus: int = 8, data: DataSize = DIGITS) -> Plan:
-    return make_plan(load("digits", list(overrides)), World(size=size, local_size=local or size, cpus=cpus), data)
+def plan_of(
+    *overrides: str, size: int = 1, local: int | None = None, cpus: int = 8, data: DataSize = DIGITS
+) -> Plan:
+    return make_plan(
+        load("digits", list(overrides)), World(size=size, local_size=local or size, cpus=cpus), data
+    )
 
 
 def refused(*overrides: str, size: int = 1, data: DataSize = DIGITS) -> str:
@@ -60,7 +64,9 @@ def test_workers_and_threads_follow_the_cpus_unless_set() -> None:
     assert (plan.workers_per_node, plan.workers, plan.threads) == (10, 3, 2)
     assert plan_of("run.portable=false", size=4, cpus=2).threads == 1
     assert plan_of(cpus=64).threads == 1, "of a portable run"
-    assert plan_of("run.deterministic=true", cpus=64).threads == 1  # the CPUs must not change the order of sums
+    assert (
+        plan_of("run.deterministic=true", cpus=64).threads == 1
+    )  # the CPUs must not change the order of sums
     assert plan_of("run.deterministic=true", "run.threads=4").threads == 4
 
 
@@ -72,7 +78,9 @@ def test_durations_become_steps() -> None:
 
 
 def test_periodic_work_is_due_at_its_steps_and_at_the_last() -> None:
-    plan = plan_of("train.max_steps=20", "evaluate.every=6 steps", "checkpoint.every=8 steps", "track.every=9 steps")
+    plan = plan_of(
+        "train.max_steps=20", "evaluate.every=6 steps", "checkpoint.every=8 steps", "track.every=9 steps"
+    )
     steps = range(21)
     assert [step for step in steps if plan.evaluates_at(step)] == [6, 12, 18, 20]
     assert [step for step in steps if plan.saves_at(step)] == [8, 16, 20]
@@ -80,9 +88,14 @@ def test_periodic_work_is_due_at_its_steps_and_at_the_last() -> None:
 
 
 def test_max_steps_stops_and_does_not_change_the_schedule() -> None:
-    complete, short = plan_of("schedule.warmup=2 epochs"), plan_of("schedule.warmup=2 epochs", "train.max_steps=50")
+    complete, short = (
+        plan_of("schedule.warmup=2 epochs"),
+        plan_of("schedule.warmup=2 epochs", "train.max_steps=50"),
+    )
     assert (complete.last_step, short.last_step) == (168, 50)
-    assert [short.learning_rate(step) for step in range(50)] == [complete.learning_rate(step) for step in range(50)]
+    assert [short.learning_rate(step) for step in range(50)] == [
+        complete.learning_rate(step) for step in range(50)
+    ]
     assert plan_of("train.max_steps=1000").last_step == 168
 
 
@@ -109,13 +122,20 @@ def test_a_cooldown_stays_at_the_final_rate() -> None:
     assert rates[0] == 1
     assert rates[40] == pytest.approx(0.55)
     assert rates[80:] == pytest.approx([0.1] * 20)
-    assert "longer than the whole training" in refused("schedule.warmup=9 epochs", "schedule.cooldown=9 epochs")
+    assert "longer than the whole training" in refused(
+        "schedule.warmup=9 epochs", "schedule.cooldown=9 epochs"
+    )
 
 
 def test_images_grow_between_epochs_as_in_ffcv() -> None:
     # FFCV's get_resolution with rn50_88_epochs.yaml: 160 px up to epoch 65, 192 px from 76 on,
     # multiples of 32 in between
-    words = ("augment.size=192", "augment.first_size=160", "augment.growth=[65 epochs, 76 epochs]", "train.epochs=88")
+    words = (
+        "augment.size=192",
+        "augment.first_size=160",
+        "augment.growth=[65 epochs, 76 epochs]",
+        "train.epochs=88",
+    )
     plan = plan_of(*words, data=IMAGENET)
     sizes = [plan.image_size_at(epoch * plan.steps_per_epoch) for epoch in range(88)]
     assert sizes == [160] * 71 + [192] * 17
@@ -135,7 +155,9 @@ def test_images_that_grow_too_late_are_refused() -> None:
 def compiled(*words: str, **world_fields: object) -> str:
     config = load("digits", ["run.portable=false", *words])
     plan = make_plan(config, World(**world_fields), DIGITS)  # type: ignore[arg-type]
-    return next(line.split(maxsplit=1)[1] for line in table(plan).splitlines() if line.startswith("  compiled"))
+    return next(
+        line.split(maxsplit=1)[1] for line in table(plan).splitlines() if line.startswith("  compiled")
+    )
 
 
 def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
@@ -145,19 +167,29 @@ def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     assert compiled("train.compile=off", **gpu) == "no: train.compile=off"
     assert compiled("run.device=cpu", **gpu).startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
-    assert compiled("model.batchnorm=sync", size=2, **gpu).startswith("no: model.batchnorm=sync waits for the GPU")
+    assert compiled("model.batchnorm=sync", size=2, **gpu).startswith(
+        "no: model.batchnorm=sync waits for the GPU"
+    )
     one_process = compiled("model.batchnorm=sync", "train.epochs=200", **gpu)
     assert one_process == "yes: there is a GPU", "one process does not synchronise"
-    assert compiled(missing_to_compile="a compiler (gcc)", **gpu).startswith("no: torch.compile needs a compiler (gcc)")
+    assert compiled(missing_to_compile="a compiler (gcc)", **gpu).startswith(
+        "no: torch.compile needs a compiler (gcc)"
+    )
 
 
 def test_a_short_training_is_not_compiled() -> None:
     # 14 steps an epoch
-    assert compiled("train.epochs=142", has_gpu=True).startswith("no: 1,988 steps are too few to repay a compilation")
+    assert compiled("train.epochs=142", has_gpu=True).startswith(
+        "no: 1,988 steps are too few to repay a compilation"
+    )
     assert compiled("train.epochs=143", has_gpu=True) == "yes: there is a GPU"
-    assert compiled("train.epochs=143", "train.max_steps=5", has_gpu=True).startswith("yes"), "of the whole schedule"
+    assert compiled("train.epochs=143", "train.max_steps=5", has_gpu=True).startswith("yes"), (
+        "of the whole schedule"
+    )
     growing = ("augment.first_size=32", "augment.size=64", "augment.growth=[10 epochs, 20 epochs]")
-    assert compiled("train.epochs=143", *growing, has_gpu=True).startswith("no: 2,002 steps with 2 image sizes are")
+    assert compiled("train.epochs=143", *growing, has_gpu=True).startswith(
+        "no: 2,002 steps with 2 image sizes are"
+    )
     assert compiled("train.epochs=286", *growing, has_gpu=True) == "yes: there is a GPU"
 
 
@@ -234,7 +266,8 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_work
 
 def test_the_batches_that_workers_hold_ready_are_counted() -> None:
     config = load(
-        "digits", ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"]
+        "digits",
+        ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"],
     )
     world = World(size=4, local_size=4, cpus=8)
     # 4 processes × (2 workers × 3 prefetched + one in use + one arriving) × 3 × 224² bytes
@@ -246,13 +279,22 @@ def test_the_batches_that_workers_hold_ready_are_counted() -> None:
 def test_affinity_limits_the_cpus() -> None:
     cpu = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{cpu}]); from pipeline import machine; print(machine.available_cpus())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "1\n"
+    )
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
-    rank = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl does
+    rank = [
+        "taskset",
+        "--cpu-list",
+        str(min(os.sched_getaffinity(0))),
+        sys.executable,
+        "-c",
+    ]  # as numactl does
     code = "import os; from pipeline import world; print(len(os.sched_getaffinity(0)), world.from_environment().cpus)"
     done = subprocess.run([sys.executable, *command, *rank, code], capture_output=True, text=True, check=True)
     assert done.stdout == f"1 {machine.available_cpus()}\n"
@@ -309,7 +351,9 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_balanced_plan_says_how_often_each_class_is_drawn() -> None:
-    plan = make_plan(load("digits", ["data.balance=sqrt", "batch.global=100"]), World(), DataSize(1100, 10, 3))
+    plan = make_plan(
+        load("digits", ["data.balance=sqrt", "batch.global=100"]), World(), DataSize(1100, 10, 3)
+    )
     counts = {"cat": 900, "dog": 100, "owl": 100}
     assert effective_counts(plan, [*counts.values()]) == pytest.approx([660, 220, 220])
     assert balance_rows(plan, counts)[0] == "    dog: 100 images, 220.0 an epoch (2.20 × each)"

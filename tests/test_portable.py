@@ -25,13 +25,23 @@ def without(*names: str, **extra: str) -> dict[str, str]:
 
 def train(folder: Path, digits: Path, *words: str, env: dict[str, str]) -> tuple[str, str]:
     """Train a few steps with a new interpreter; return the weights, and the plan's row."""
-    command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={folder}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "train",
+        "digits",
+        f"data.root={digits}",
+        f"run.dir={folder}",
+    ]
     done = subprocess.run([*command, *SHORT, *words], env=env, capture_output=True, text=True, check=True)
     plan = json.loads((folder / "plan.json").read_text())
     return done.stdout.split("weights=")[1].strip(), f"{plan['is_portable']}: {plan['portable_reason']}"
 
 
-def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_difference(tmp_path: Path, digits: Path) -> None:
+def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_difference(
+    tmp_path: Path, digits: Path
+) -> None:
     here, row = train(tmp_path / "here", digits, env=without("OMP_NUM_THREADS"))
     assert row == f"True: {ON_CPU}"
     set_before, _ = train(tmp_path / "set", digits, env=without(**VARIABLES, OMP_NUM_THREADS="8"))
@@ -44,7 +54,16 @@ def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_differenc
 
 def two_ranks(folder: Path, digits: Path, word: str = "", **env: str) -> Result:
     """Train with two ranks; rank 1 has another word in its command, or another variable."""
-    command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={folder}", *SHORT]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "train",
+        "digits",
+        f"data.root={digits}",
+        f"run.dir={folder}",
+        *SHORT,
+    ]
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
     ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     return run_together([command, [*command, word] if word else command], [ranks[0], ranks[1] | env])
@@ -59,7 +78,10 @@ def test_a_run_is_portable_only_if_it_is_on_every_rank(tmp_path: Path, digits: P
 def test_ranks_that_would_train_differently_are_refused(tmp_path: Path, digits: Path) -> None:
     result = two_ranks(tmp_path / "run", digits, "run.portable=false")
     assert result.code == 2
-    assert "rank 1 was started with another configuration than rank 0, which has run.portable=True: " in result.err
+    assert (
+        "rank 1 was started with another configuration than rank 0, which has run.portable=True: "
+        in result.err
+    )
 
 
 @pytest.mark.parametrize(("words", "gpu", "expected"), [
@@ -91,7 +113,9 @@ def test_a_run_of_0_2_stays_as_it_was(tmp_path: Path) -> None:
     words = [f"run.dir={tmp_path}"]
     assert load("digits", words).run.portable is False
     assert not load("digits", words).is_deterministic
-    assert load("digits", [*words, "run.portable=true"]).run.portable is True, "which the resumption then refuses"
+    assert load("digits", [*words, "run.portable=true"]).run.portable is True, (
+        "which the resumption then refuses"
+    )
     assert from_yaml("recipe: digits\ndata: {source: digits}", "a checkpoint").run.portable is False
     mine = tmp_path / "mine.yaml"
     mine.write_text("data: {source: digits}\nrun: {portable: true}\n")
@@ -120,6 +144,10 @@ print(all(torch.equal(roots, exact) for roots in found))
 
 def test_square_roots_are_the_ieee_ones() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", ROOTS], env=os.environ, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", ROOTS],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("True\n", "")

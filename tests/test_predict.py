@@ -49,13 +49,20 @@ def test_the_predictions_are_those_of_the_model(
     model = get_model(ARCH, num_classes=10).eval()
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
-    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
+    images = torch.stack(
+        [resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]
+    ).float()
     with torch.inference_mode():
-        expected = softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).topk(5)
+        expected = softmax(
+            model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1
+        ).topk(5)
     for row, labels, probabilities in zip(output["predictions"], *expected[::-1], strict=True):
         assert [prediction["class"] for prediction in row["top"]] == [CLASSES[label] for label in labels]
         torch.testing.assert_close(
-            torch.tensor([prediction["probability"] for prediction in row["top"]]), probabilities, atol=1e-5, rtol=1e-4
+            torch.tensor([prediction["probability"] for prediction in row["top"]]),
+            probabilities,
+            atol=1e-5,
+            rtol=1e-4,
         )
 
 
@@ -76,7 +83,9 @@ def test_a_bad_image_is_named_and_the_others_are_predicted(
     assert decode(sheet.read_bytes()).shape[0] == 3
 
 
-def test_non_finite_logits_are_no_prediction(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_finite_logits_are_no_prediction(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["predict", str(save_run(tmp_path, 3e39)), str(digits / "val" / "3"), "--json"]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -89,7 +98,9 @@ def test_the_names_of_classes_are_printed_as_one_line_or_refused(
     image = str(next((digits / "val" / "3").iterdir()))
     for name in ("foreign", "numbers"):
         (tmp_path / name).mkdir()
-    foreign = save_run(tmp_path / "foreign", classes=[f"\x1b]0;title\a\nother.png  cat {i} \udc80" for i in range(10)])
+    foreign = save_run(
+        tmp_path / "foreign", classes=[f"\x1b]0;title\a\nother.png  cat {i} \udc80" for i in range(10)]
+    )
     assert main(["predict", str(foreign), image]) == 0
     (row,) = capsys.readouterr().out.splitlines()
     assert row.isprintable()

@@ -24,15 +24,27 @@ def test_a_run_starts_with_the_weights_of_another(tmp_path: Path, digits: Path) 
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=4"]
     first = Job(tmp_path / "first", words)
     assert first.run().code == 0
-    synthetic = [*SMALL, "data.source=synthetic", "data.num_classes=7", "data.num_images=96", "data.workers=0"]
+    synthetic = [
+        *SMALL,
+        "data.source=synthetic",
+        "data.num_classes=7",
+        "data.num_images=96",
+        "data.workers=0",
+    ]
     no_training = ["train.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup=0"]
-    second = Job(tmp_path / "second", ["digits", *synthetic, *no_training, f"model.init={first.folder}"], nproc=2)
+    second = Job(
+        tmp_path / "second", ["digits", *synthetic, *no_training, f"model.init={first.folder}"], nproc=2
+    )
     result = second.run_in_forks()
     assert result.code == 0, result.err
     assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in result.err
-    before, after = (decode(read_verified(run.checkpoints()[-1]), run.folder)["model"] for run in (first, second))
+    before, after = (
+        decode(read_verified(run.checkpoints()[-1]), run.folder)["model"] for run in (first, second)
+    )
     assert after["fc.weight"].shape[0] == 7
-    weights = [name for name in before if not name.startswith("fc.") and "running" not in name and "num_" not in name]
+    weights = [
+        name for name in before if not name.startswith("fc.") and "running" not in name and "num_" not in name
+    ]
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in weights)
 
 
@@ -42,9 +54,17 @@ def test_frozen_weights_stay_bit_identical_also_after_an_evaluation(tmp_path: Pa
     first = Job(tmp_path / "first", [*words, "train.max_steps=2"])
     assert first.run().code == 0
     before = decode(read_verified(first.checkpoints()[-1]), first.folder)["model"]
-    words += [f"model.init={first.folder}", "model.freeze=backbone", "train.epochs=1", "evaluate.every=6 steps"]
+    words += [
+        f"model.init={first.folder}",
+        "model.freeze=backbone",
+        "train.epochs=1",
+        "evaluate.every=6 steps",
+    ]
     uninterrupted = assert_resumes(tmp_path, [*words, "run.seed=1"], 13)
-    assert "conv1, stage2, stage3, stage4, conv5 frozen: 10,250 of 352,042 weights are trained" in uninterrupted.log()
+    assert (
+        "conv1, stage2, stage3, stage4, conv5 frozen: 10,250 of 352,042 weights are trained"
+        in uninterrupted.log()
+    )
     after = decode(read_verified(uninterrupted.checkpoints()[-1]), uninterrupted.folder)["model"]
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"fc.weight", "fc.bias"}
@@ -57,7 +77,9 @@ def test_frozen_weights_stay_bit_identical_also_after_an_evaluation(tmp_path: Pa
       "class_token, conv_proj, encoder", "heads.head")],
     ids=["resnet", "vit"],
 )  # fmt: skip
-def test_with_a_frozen_backbone_only_the_head_is_trained(make: Callable[[], nn.Module], frozen: str, head: str) -> None:
+def test_with_a_frozen_backbone_only_the_head_is_trained(
+    make: Callable[[], nn.Module], frozen: str, head: str
+) -> None:
     model = make()
     assert freeze(model, "backbone").startswith(f"{frozen} frozen: ")
     assert {name for name, param in model.named_parameters() if param.requires_grad} == {

@@ -12,7 +12,14 @@ from pipeline.errors import RequestError
 
 
 def test_the_profile_contains_the_requested_steps(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=3", "profile.steps=2-3"]
+    words = [
+        "digits",
+        f"data.root={digits}",
+        *SMALL,
+        "data.workers=0",
+        "train.max_steps=3",
+        "profile.steps=2-3",
+    ]
     run = Job(tmp_path / "run", words)
     result = run.run()
     file = run.folder / "report/profile-steps-2-3.json.gz"

@@ -48,7 +48,8 @@ http {{
 """
 
 pytestmark = pytest.mark.skipif(
-    not (NGINX and shutil.which("openssl")), reason="needs nginx and openssl (apt-get install nginx-light openssl)"
+    not (NGINX and shutil.which("openssl")),
+    reason="needs nginx and openssl (apt-get install nginx-light openssl)",
 )
 
 
@@ -85,7 +86,9 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         try:
             server.wait_ready()
             assert nginx.poll() is None
-            yield Proxy(server, folder, f"https://127.0.0.1:{port}/prefix", f"https://127.0.0.1:{mutual_port}/prefix")
+            yield Proxy(
+                server, folder, f"https://127.0.0.1:{port}/prefix", f"https://127.0.0.1:{mutual_port}/prefix"
+            )
         finally:
             nginx.kill()
             nginx.wait()
@@ -94,7 +97,19 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 def make_certificate(folder: Path, name: str, *more: str) -> None:
     """Write NAME.pem: a key, and a certificate that is signed by itself unless `more` says else."""
-    words = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", "key", "-out", "cert"]
+    words = [
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name}",
+        "-keyout",
+        "key",
+        "-out",
+        "cert",
+    ]
     subprocess.run(["openssl", "req", "-x509", *words, *more], cwd=folder, check=True, capture_output=True)
     (folder / f"{name}.pem").write_text((folder / "key").read_text() + (folder / "cert").read_text())
 
@@ -130,7 +145,9 @@ def test_doctor_and_a_training_use_the_token_the_prefix_and_the_authority(
     assert_nowhere(CANARY, run, doctor.out, doctor.err)
 
 
-def test_a_run_whose_credentials_were_refused_is_sent_with_others(tmp_path: Path, digits: Path, proxy: Proxy) -> None:
+def test_a_run_whose_credentials_were_refused_is_sent_with_others(
+    tmp_path: Path, digits: Path, proxy: Proxy
+) -> None:
     run = make_job(tmp_path / "run", digits, proxy.variables(WRONG))
     result = run.run()
     assert result.code == 0, result.err
@@ -166,7 +183,11 @@ def test_a_run_whose_credentials_were_refused_is_sent_with_others(tmp_path: Path
     ],
 )
 def test_doctor_uses_the_variables_of_mlflow(
-    variables: dict[str, str | None], cause: str, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str | None],
+    cause: str,
+    tmp_path: Path,
+    proxy: Proxy,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (proxy.variables() | variables).items():
         if value is None:

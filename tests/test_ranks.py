@@ -66,7 +66,10 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert result.code == 1, result.err
     last = result.err.splitlines()[-1]
     assert "at step 12 rank 1 on " in last
-    assert "held other weights than 2 of 3 processes, first in stage2.0.branch1.0.weight (equal at step 9)" in last
+    assert (
+        "held other weights than 2 of 3 processes, first in stage2.0.branch1.0.weight (equal at step 9)"
+        in last
+    )
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
     assert "Traceback" not in result.err
     if full:
@@ -114,7 +117,9 @@ functional.cross_entropy = slow"""
     run = job(tmp_path / "run", digits, 2, *more, PYTHONPATH=site)
     result = run.run()
     assert result.code == 0, result.err
-    assert result.err.count("is slow: its own part of a step") == result.err.count("rank 1 is slow") == 1, result.err
+    assert result.err.count("is slow: its own part of a step") == result.err.count("rank 1 is slow") == 1, (
+        result.err
+    )
     ratios = [value for _, key, value in run.journal("time/") if key == "time/slowest_rank_ratio"]
     assert len(ratios) == 3
     assert min(ratios) > 1.5
@@ -147,7 +152,8 @@ def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
     """It may have to download the run from its mirror."""
     place = f"tcp://127.0.0.1:{free_port()}"
     ranks = [
-        subprocess.Popen([sys.executable, "-c", JOIN, rank, place], stdout=subprocess.PIPE, text=True) for rank in "01"
+        subprocess.Popen([sys.executable, "-c", JOIN, rank, place], stdout=subprocess.PIPE, text=True)
+        for rank in "01"
     ]
     outputs = [process.communicate(timeout=100)[0] for process in ranks]
     assert outputs == ["joined\n", "joined\nthe collective timed out\n"]
@@ -163,7 +169,9 @@ def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
      (FileNotFoundError(2, "No such file or directory", "/data/gloo/a.jpg"), False),
      (ValueError("gloo"), False)],
 )  # fmt: skip
-def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank(error: Exception, is_of_peer: bool) -> None:
+def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank(
+    error: Exception, is_of_peer: bool
+) -> None:
     assert is_peer_failure(error) is is_of_peer
 
 
@@ -212,7 +220,9 @@ def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pyte
         dist.destroy_process_group()
 
 
-def test_training_ends_a_hang_before_nccl_does(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_ends_a_hang_before_nccl_does(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Called(Exception):
         pass
 

@@ -80,7 +80,8 @@ def test_the_published_receipts_are_of_the_recipes_as_they_are_now() -> None:
 def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> None:
     models = {config.model.arch: config.model for config in (load(name, []) for name in RUNS)}
     counts = {
-        arch: sum(weight.numel() for weight in meta_model(model, 1000).parameters()) for arch, model in models.items()
+        arch: sum(weight.numel() for weight in meta_model(model, 1000).parameters())
+        for arch, model in models.items()
     }
     # From torchvision's documentation of its weights; vit_s_16 as in DeiT-S; resnetblur50d as the
     # resnet50d of timm.

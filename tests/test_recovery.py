@@ -27,7 +27,9 @@ from pipeline.addons.deploy.recovery import ApiServer, connect, end_overdue_pods
 from pipeline.errors import RequestError
 
 PODS = "/api/v1/namespaces/vision/pods"
-LIST = f"{PODS}?labelSelector=app%3Dtrainer&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
+LIST = (
+    f"{PODS}?labelSelector=app%3Dtrainer&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
+)
 NOW = datetime(2026, 11, 23, 12, 0, 30, tzinfo=UTC)
 
 
@@ -37,7 +39,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     ca, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer, subject = (
-        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("kubernetes", "apiserver")
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+        for name in ("kubernetes", "apiserver")
     )
 
     def certificate(name: x509.Name, key: ec.EllipticCurvePrivateKey, extension: x509.ExtensionType) -> bytes:
@@ -69,7 +72,9 @@ class Api:
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
         self.port = self.server.server_address[1]
 
-    def add(self, name: str, *, ended_s_ago: float | None, phase: str = "Running", app: str = "trainer") -> None:
+    def add(
+        self, name: str, *, ended_s_ago: float | None, phase: str = "Running", app: str = "trainer"
+    ) -> None:
         metadata = {"name": name, "uid": f"uid-of-{name}", "resourceVersion": "7", "labels": {"app": app}}
         if ended_s_ago is not None:
             end = self.clock - timedelta(seconds=ended_s_ago)
@@ -90,7 +95,9 @@ class Api:
             return 404, json.dumps({"message": f'pods "{name}" not found'})
         expected = body["metadata"] if verb == "PATCH" else body["preconditions"]
         if any(pod["metadata"][key] != value for key, value in expected.items()):
-            return 409, json.dumps({"message": f'Operation cannot be fulfilled on pods "{name}": it was modified'})
+            return 409, json.dumps(
+                {"message": f'Operation cannot be fulfilled on pods "{name}": it was modified'}
+            )
         if verb == "PATCH":
             pod["status"] |= body["status"]
         else:
@@ -113,8 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(length)) if length else None
-        headers = {name: self.headers[name] for name in ("Authorization", "Content-Type") if name in self.headers}
-        self.api.requests.append({"verb": self.command, "target": self.path, "headers": headers, "body": body})
+        headers = {
+            name: self.headers[name] for name in ("Authorization", "Content-Type") if name in self.headers
+        }
+        self.api.requests.append(
+            {"verb": self.command, "target": self.path, "headers": headers, "body": body}
+        )
         status, text = self.api.answer(self.command, self.path, body)
         self.send_response(status)
         self.send_header("Content-Length", str(len(text.encode())))
@@ -215,14 +226,23 @@ def test_a_pod_that_has_changed_since_the_list_is_left_alone(api: Api) -> None:
     connection, listed = connect(api.account), []
     for line in end_overdue_pods(connection):
         listed.append(line)
-        api.pods[0]["metadata"] |= {"uid": "another", "resourceVersion": "8"}  # trainer-1 of the next generation
-    assert listed[1].startswith(f"PATCH {PODS}/trainer-1-bbbbb/status: answer 409 Operation cannot be fulfilled")
+        api.pods[0]["metadata"] |= {
+            "uid": "another",
+            "resourceVersion": "8",
+        }  # trainer-1 of the next generation
+    assert listed[1].startswith(
+        f"PATCH {PODS}/trainer-1-bbbbb/status: answer 409 Operation cannot be fulfilled"
+    )
     assert [pod["status"]["phase"] for pod in api.pods] == ["Running"]
     assert [request["verb"] for request in api.requests] == ["GET", "PATCH", "DELETE", "PATCH"]
 
 
 def test_an_error_of_the_api_is_one_line(api: Api) -> None:
-    for verb, status, says in (("GET", 401, "ServiceAccount"), ("PATCH", 403, "Role"), ("GET", 503, "trying again")):
+    for verb, status, says in (
+        ("GET", 401, "ServiceAccount"),
+        ("PATCH", 403, "Role"),
+        ("GET", 503, "trying again"),
+    ):
         api.pods.clear()
         api.add("trainer-1-x7k2p", ended_s_ago=60)
         api.errors = {verb: (status, json.dumps({"kind": "Status", "message": "refused\nfor a reason"}))}
@@ -257,7 +277,9 @@ def test_a_server_with_a_certificate_of_another_ca_gets_no_token(api: Api) -> No
 
 def test_sigterm_ends_it_at_once_with_0(api: Api) -> None:
     api.add("trainer-1-x7k2p", ended_s_ago=60)
-    code = f"import pathlib, pipeline.addons.deploy.recovery as r; r.recover(pathlib.Path({str(api.account)!r}))"
+    code = (
+        f"import pathlib, pipeline.addons.deploy.recovery as r; r.recover(pathlib.Path({str(api.account)!r}))"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment(**os.environ)
     )

@@ -48,7 +48,9 @@ def train(found: dict[int, Node], membership: Membership, now: float) -> None:
     ("allowed", "present", "members"),
     [([2], 1, 0), ([2], 2, 2), ([1, 2, 4], 3, 2), ([1, 2, 4], 4, 4), ([2, 4], 1, 0), ([3], 5, 3)],
 )
-def test_the_largest_allowed_number_of_nodes_forms_a_world(allowed: list[int], present: int, members: int) -> None:
+def test_the_largest_allowed_number_of_nodes_forms_a_world(
+    allowed: list[int], present: int, members: int
+) -> None:
     membership = Membership(LEADER, allowed)
     round_ = membership.update(nodes(present, now=60), 60)
     assert len(round_.members) == members
@@ -108,7 +110,9 @@ def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() ->
     found[3] = Node("trainer-2", heard=100, arrived=1)
     found = {key: replace(node, heard=100) for key, node in found.items()}
     assert not membership.update(found, 100).is_over
-    assert membership.waiting_for(found, 100) == "3 nodes are here; 2 of them train, the most that are allowed"
+    assert (
+        membership.waiting_for(found, 100) == "3 nodes are here; 2 of them train, the most that are allowed"
+    )
     found[4] = Node("trainer-3", heard=100, arrived=1)
     assert membership.update(found, 100).reason == "trainer-2, trainer-3 can join"
 
@@ -116,8 +120,12 @@ def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() ->
 class Agents:
     """torchrun agents on this machine, one process each; the first is never stopped."""
 
-    def __init__(self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120") -> None:
-        self.run = Job(folder / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words])
+    def __init__(
+        self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120"
+    ) -> None:
+        self.run = Job(
+            folder / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words]
+        )
         self.endpoint = f"localhost:{free_port()}"
         self.options = [f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint={self.endpoint}",
                         f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test"]  # fmt: skip
@@ -176,7 +184,9 @@ MODES = [pytest.param(True, id="exact"), pytest.param(False, id="ddp", marks=pyt
 
 @pytest.mark.fault("M1", ci=1, long=5)
 @pytest.mark.parametrize("exact", MODES)
-def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Path, seed: int, exact: bool) -> None:
+def test_nodes_that_come_and_go_do_not_change_the_run(
+    tmp_path: Path, digits: Path, seed: int, exact: bool
+) -> None:
     """The worlds are 2, 1, 2, 3 and 1; nodes leave by SIGTERM (drained) or SIGKILL (lost)."""
     draw = random.Random(seed)
     agents = Agents(tmp_path, digits, "1:3", f"run.exact={str(exact).lower()}", "train.epochs=1000")
@@ -191,12 +201,16 @@ def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Pa
                 agents.start()
             for _ in range(-change):
                 agents.stop(
-                    draw.choice((signal.SIGTERM, signal.SIGKILL)) if len(agents.running) > 1 else signal.SIGTERM
+                    draw.choice((signal.SIGTERM, signal.SIGKILL))
+                    if len(agents.running) > 1
+                    else signal.SIGTERM
                 )
     finally:
         agents.close()
     resized = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "resized"]
-    assert [(row["before"], row["processes"]) for row in resized] == [(2, 1), (1, 2), (2, 3), (3, 1)], agents.log()
+    assert [(row["before"], row["processes"]) for row in resized] == [(2, 1), (1, 2), (2, 3), (3, 1)], (
+        agents.log()
+    )
     assert_each_sample_once(run.trace(), 48)
     words = [*run.arguments, f"train.max_steps={run.step()}"]
     whole = Job(tmp_path / "whole", words)
@@ -206,7 +220,9 @@ def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Pa
         assert Job(run.folder, words).run().done == expected
 
 
-def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(tmp_path: Path, digits: Path) -> None:
+def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(
+    tmp_path: Path, digits: Path
+) -> None:
     words = ("train.epochs=1000", "batch.global=32")
     agents = Agents(tmp_path, digits, "1:3", *words, conf="join_timeout=120,allowed_nodes=1+2")
     try:
@@ -238,7 +254,9 @@ rendezvous.Rendezvous(RendezvousParameters("pipeline", sys.argv[1], "test", 2, 2
 """
 
 
-def test_a_leader_that_waits_leaves_when_another_node_finds_the_run_finished(tmp_path: Path, digits: Path) -> None:
+def test_a_leader_that_waits_leaves_when_another_node_finds_the_run_finished(
+    tmp_path: Path, digits: Path
+) -> None:
     agents = Agents(tmp_path, digits, "2")
     (tmp_path / "finished").write_text("done step=60")
     env = environment(PIPELINE_FINISHED=str(tmp_path / "finished"))
@@ -294,7 +312,9 @@ def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(
     count = len(run.starts()) if first else 0
     try:
         agents.start()
-        while len(run.starts()) == count or run.starts()[-1]["step"] != first:  # at first those of the run before
+        while (
+            len(run.starts()) == count or run.starts()[-1]["step"] != first
+        ):  # at first those of the run before
             time.sleep(0.05)
         for change in (1, -1, 1):
             size = run.starts()[-1]["tags"]["world"]

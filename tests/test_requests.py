@@ -47,7 +47,9 @@ def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
     """Return the line that refuses a training before torch is imported or anything is written."""
     folder = tmp_path / "run"
     run_dir = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder}"]
-    result = pipeline("train", *words, *run_dir, "track.uri=none", cwd=tmp_path, PYTHONPATH=str(without_torch))
+    result = pipeline(
+        "train", *words, *run_dir, "track.uri=none", cwd=tmp_path, PYTHONPATH=str(without_torch)
+    )
     line = refused(result)
     assert result.seconds < 15  # about 0.7 s on an idle machine
     assert not folder.exists()
@@ -59,7 +61,9 @@ def test_a_wrong_request_is_one_line_before_torch_is_imported(
 ) -> None:
     data = ("digits", f"data.root={digits}")
     assert "train.epochs" in train(tmp_path, without_torch, *data, "train.epoch=3")
-    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in train(tmp_path, without_torch, *data, "--nproc", "5")
+    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in train(
+        tmp_path, without_torch, *data, "--nproc", "5"
+    )
     (images / "val/b/1.png").unlink()
     line = train(tmp_path, without_torch, "digits", f"data.root={images}")
     assert line.startswith("class folder val/b/ holds no image (.jpg .jpeg .png ")
@@ -75,7 +79,13 @@ def test_a_wrong_request_is_one_line_before_torch_is_imported(
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
 def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path, digits: Path) -> None:
-    words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "run.device=cuda", "track.uri=none")
+    words = (
+        "digits",
+        f"data.root={digits}",
+        f"run.dir={tmp_path / 'run'}",
+        "run.device=cuda",
+        "track.uri=none",
+    )
     result = pipeline("doctor", *words, PET_NPROC_PER_NODE="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert result.code == 2
     assert "run.device=cuda" in result.error
@@ -125,7 +135,8 @@ def test_an_unexpected_file_error_in_a_rank_stays_a_crash(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(errno.EIO, 75), (errno.ESTALE, 75), (errno.ENOENT, 4), (errno.ENOSPC, 4), (errno.EROFS, 4)]
+    ("number", "code"),
+    [(errno.EIO, 75), (errno.ESTALE, 75), (errno.ENOENT, 4), (errno.ENOSPC, 4), (errno.EROFS, 4)],
 )
 def test_storage_out_of_reach_is_temporary_for_every_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int
@@ -145,9 +156,19 @@ def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Pa
     small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system has no mount namespaces")
-    train = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
+    train = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "train",
+        "digits",
+        f"data.root={digits}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     words = [*SMALL, "data.workers=2", "train.max_steps=4"]
-    done = subprocess.run([*small, *train, *words], capture_output=True, text=True, env=environment(), check=False)
+    done = subprocess.run(
+        [*small, *train, *words], capture_output=True, text=True, env=environment(), check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -182,7 +203,9 @@ def test_a_rank_that_waits_for_the_others_says_so_and_how_to_do_without(place: P
     assert "unset RANK and WORLD_SIZE to train or evaluate alone" in line
 
 
-def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_path: Path, digits: Path) -> None:
+def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
+    tmp_path: Path, digits: Path
+) -> None:
     # found by one process per machine before the group forms, by rank 0 alone (twice, the second
     # time before it looks for the pretrained weights), and by all ranks at once
     wrong = {
@@ -201,7 +224,9 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_p
         )
         result = run.run()
         assert result.code == 1
-        assert sum(says in line for line in result.err.splitlines() if line.startswith("pipeline: ")) == 1, result.err
+        assert sum(says in line for line in result.err.splitlines() if line.startswith("pipeline: ")) == 1, (
+            result.err
+        )
         assert result.seconds < 29, "torchrun waits 30 s for a rank that does not exit"
 
 
@@ -211,11 +236,15 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_p
      ("inception_v3", 8, 32, "Kernel size can't be greater"),
      ("swin_t", 8, 32, None)],
 )  # fmt: skip
-def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, size: int, reason: str | None) -> None:
+def test_shapes_that_a_network_cannot_take_are_refused(
+    arch: str, batch: int, size: int, reason: str | None
+) -> None:
     if reason is None:
         check_shapes(Model(arch=arch), 10, batch, [size], size)
     else:
-        with pytest.raises(RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"):
+        with pytest.raises(
+            RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"
+        ):
             check_shapes(Model(arch=arch), 10, batch, [size], size)
 
 
@@ -233,7 +262,9 @@ def test_a_path_on_the_command_line_is_expanded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k8s", "x"]
 
 
-def test_a_run_whose_database_mlflow_cannot_open_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
+def test_a_run_whose_database_mlflow_cannot_open_is_refused(
+    tmp_path: Path, digits: Path, without_torch: Path
+) -> None:
     name = "a%41b"
     words = ["train", "digits", f"data.root={digits}", f"run.dir={tmp_path / name / 'run'}"]
     line = refused(pipeline(*words, PYTHONPATH=str(without_torch)))
@@ -241,4 +272,6 @@ def test_a_run_whose_database_mlflow_cannot_open_is_refused(tmp_path: Path, digi
         f"MLflow cannot open {tmp_path / name}/mlflow.db, because of a ? or % in the path, or because it is not UTF-8:"
         " give another run.dir, name a server with track.uri, or set track.uri=none"
     )
-    assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, "the next step imports torch"
+    assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, (
+        "the next step imports torch"
+    )

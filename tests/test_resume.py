@@ -38,7 +38,9 @@ def test_a_run_resumed_in_another_folder_keeps_its_best_model(place: Place) -> N
     (best,) = place.events("done", "ended")
     words = ("run.dir=runs/other", "run.resume=runs/done", "train.max_steps=3", "checkpoint.keep=1")
     shutil.rmtree(place.path / "runs/done")
-    assert place.train("run.dir=runs/done", "optimizer.lr=1e-9")[0] == 0  # so slow that no later step is better
+    assert (
+        place.train("run.dir=runs/done", "optimizer.lr=1e-9")[0] == 0
+    )  # so slow that no later step is better
     code, err = place.train(*words, "optimizer.lr=1e-9")
     assert code == 0, err
     (ended,) = place.events("other", "ended")
@@ -72,7 +74,9 @@ def test_a_checkpoint_of_another_run_is_refused(place: Place) -> None:
     for command in (place.doctor, place.train):
         code, err = command("run.dir=runs/other", *words)
         assert code == 2, err
-        assert "run.resume=lone is of another run than that in runs/other: give another run.dir with it" in err
+        assert (
+            "run.resume=lone is of another run than that in runs/other: give another run.dir with it" in err
+        )
     for _ in range(2):  # the second start of the command resumes from the same checkpoint
         code, err = place.train("run.dir=runs/new", *words)
         assert code == 0, err
@@ -86,7 +90,12 @@ def test_a_checkpoint_of_another_run_is_refused(place: Place) -> None:
 
 def test_a_run_whose_checkpoints_are_lost_is_never_trained_again_silently(place: Place) -> None:
     """Also if it was killed, so that its journal has no end."""
-    words = ("run.dir=runs/lost", "checkpoint.every=1 steps", "train.epochs=1000", "evaluate.every=1000 epochs")
+    words = (
+        "run.dir=runs/lost",
+        "checkpoint.every=1 steps",
+        "train.epochs=1000",
+        "evaluate.every=1000 epochs",
+    )
     job = subprocess.Popen(
         [sys.executable, "-m", "pipeline", "train", "digits", *SMALL, *words, "train.max_steps=1000"],
         cwd=place.path, env=environment(), stderr=subprocess.DEVNULL,
@@ -131,7 +140,9 @@ def test_a_restart_resumes_from_the_same_checkpoint_until_the_run_saves_one(
     log_start(named)
     later = checkpoint.with_name(checkpoint.name.replace("-00000001.", "-00000002."))
     shutil.copy(checkpoint, later)
-    assert resumes_from(named) == str(checkpoint), "the folder has a newer checkpoint, but the run has saved none yet"
+    assert resumes_from(named) == str(checkpoint), (
+        "the folder has a newer checkpoint, but the run has saved none yet"
+    )
     log_start(str(checkpoint))
     assert resumes_from(str(checkpoint)) == str(checkpoint)
     log_start(named)
@@ -150,17 +161,27 @@ def link_to_nothing(path: Path) -> None:
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize(
     ("name", "leave"),
-    [("", Path.mkdir), ("train", lambda path: None), ("val/class-0001", Path.mkdir), ("train", link_to_nothing)],
+    [
+        ("", Path.mkdir),
+        ("train", lambda path: None),
+        ("val/class-0001", Path.mkdir),
+        ("train", link_to_nothing),
+    ],
     ids=["data", "split", "class", "link"],
 )
-def test_a_restart_waits_for_data_that_is_away(place: Place, name: str, leave: Callable[[Path], None]) -> None:
+def test_a_restart_waits_for_data_that_is_away(
+    place: Place, name: str, leave: Callable[[Path], None]
+) -> None:
     part = place.path / "images" / name
     part.rename(place.path / "away")
     leave(part)
     resume = ("run.dir=runs/done", "train.max_steps=2")
     code, err = place.train(*resume)
     where = f"data.root=images: {name}/" if name else "data.root=images"
-    assert (code, f"{where} is missing or empty, and the run in runs/done was trained on it" in err) == (75, True), err
+    assert (code, f"{where} is missing or empty, and the run in runs/done was trained on it" in err) == (
+        75,
+        True,
+    ), err
     is_link = part.is_symlink() and name
     assert place.train("run.dir=runs/new")[0] == (75 if is_link else 2), "no earlier start had this data"
     if part.is_symlink():
@@ -175,7 +196,16 @@ def test_a_restart_waits_for_data_that_is_away(place: Place, name: str, leave: C
 @pytest.mark.fault("J3")
 def test_a_restart_waits_for_data_that_is_away_before_the_first_save(place: Place) -> None:
     words = ("run.dir=runs/new", "train.epochs=1000", "train.max_steps=2000", "checkpoint.every=1000 epochs")
-    command = [sys.executable, "-m", "pipeline", "train", "digits", *SMALL, *words, "evaluate.every=1000 epochs"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline",
+        "train",
+        "digits",
+        *SMALL,
+        *words,
+        "evaluate.every=1000 epochs",
+    ]
     run = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=subprocess.DEVNULL)
     while not place.events("new", "started"):
         assert run.poll() is None
@@ -187,7 +217,9 @@ def test_a_restart_waits_for_data_that_is_away_before_the_first_save(place: Plac
     assert (code, "data.root=images is missing or empty" in err) == (75, True), err
 
 
-@pytest.mark.parametrize("run", ["images/train", "images/val/class-0001/runs/x", "store/runs/x", "images/runs/x"])
+@pytest.mark.parametrize(
+    "run", ["images/train", "images/val/class-0001/runs/x", "store/runs/x", "images/runs/x"]
+)
 def test_a_run_folder_among_the_images_is_refused(place: Place, run: str) -> None:
     images, store = place.path / "images", place.path / "store"
     if run.startswith("store"):
@@ -219,8 +251,14 @@ def test_a_finished_run_resumed_in_another_folder_is_saved_there(place: Place) -
     assert "already finished" in err
 
 
-def test_a_run_resumed_in_another_folder_that_fails_at_once_never_goes_back_to_an_earlier_step(place: Place) -> None:
-    slow = ("optimizer.lr=1e-9", "train.max_steps=2", "checkpoint.keep=1")  # so slow that step 1 stays the best
+def test_a_run_resumed_in_another_folder_that_fails_at_once_never_goes_back_to_an_earlier_step(
+    place: Place,
+) -> None:
+    slow = (
+        "optimizer.lr=1e-9",
+        "train.max_steps=2",
+        "checkpoint.keep=1",
+    )  # so slow that step 1 stays the best
     for last in ("train.max_steps=1", "train.max_steps=2"):
         assert place.train("run.dir=runs/slow", *slow, last)[0] == 0
     assert [step_of(path) for path in place.checkpoints("slow")] == [1, 2]
@@ -230,7 +268,9 @@ def test_a_run_resumed_in_another_folder_that_fails_at_once_never_goes_back_to_a
     slow = (*slow, "train.max_steps=4", "checkpoint.every=1000 epochs")
     code, err = place.train("run.dir=runs/new", "run.resume=runs/slow", *slow)
     assert (code, "resume with run.resume=runs/new" in err) == (4, True), err
-    assert [path.name for path in place.checkpoints("new")] == [path.name for path in place.checkpoints("slow")]
+    assert [path.name for path in place.checkpoints("new")] == [
+        path.name for path in place.checkpoints("slow")
+    ]
     for path, content in images.items():
         path.write_bytes(content)
     shutil.rmtree(place.path / "runs/slow")
@@ -267,7 +307,9 @@ def test_a_function_whose_model_has_other_shapes_is_refused(place: Place) -> Non
         status, err = command(*words, "train.max_steps=2")
         says = "0.weight [8, 3, 3, 3] -> [16, 3, 3, 3] and 6 more: restore the code that made it, or start again with"
         assert (status, says in err) == (2, True), err
-    code.write_text(NET.format(width=8, activation="ReLU").replace("nn.Flatten(), ", "nn.Flatten(), nn.Dropout(), "))
+    code.write_text(
+        NET.format(width=8, activation="ReLU").replace("nn.Flatten(), ", "nn.Flatten(), nn.Dropout(), ")
+    )
     status, err = place.train(*words, "train.max_steps=2")
     assert (status, "5.weight [4, 8] -> missing and 3 more" in err) == (2, True), err
 
@@ -319,7 +361,12 @@ Path.read_bytes = fail
 sys.exit(main({[command, "digits", *SMALL, *words]}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=place.path, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=place.path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     says = f"{before[-1].name} is out of reach (Input/output error): give the same command again once its storage is"
     assert (done.returncode, says in done.stderr.splitlines()[-1]) == (75, True), done.stderr
@@ -369,7 +416,12 @@ session.train = train_and_inspect
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "train.max_steps=2"]}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=place.path, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=place.path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "resuming from" in done.stderr
@@ -380,7 +432,10 @@ def test_a_failed_compilation_is_repeated_by_the_next_start(place: Place) -> Non
     # the ranks find it, after all checks of a start
     (place.path / "g++").write_text("#!/bin/sh\necho this compiler fails >&2\nexit 1\n")
     (place.path / "g++").chmod(0o755)
-    fails = {"PATH": f"{place.path}:{os.environ['PATH']}", "TORCHINDUCTOR_CACHE_DIR": str(place.path / "cache")}
+    fails = {
+        "PATH": f"{place.path}:{os.environ['PATH']}",
+        "TORCHINDUCTOR_CACHE_DIR": str(place.path / "cache"),
+    }
     words = ("run.dir=runs/compiled", "model.arch=squeezenet1_1", "train.compile=on")
     code, err = place.train(*words, **fails)
     assert code == 2, err

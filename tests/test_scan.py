@@ -23,7 +23,9 @@ from pipeline.data.images import decode
 from pipeline.data.index import Index
 from pipeline.data.names import EXTENSIONS, escaped_name, normal_path
 
-IMAGES = [f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)]
+IMAGES = [
+    f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)
+]
 HIDDEN_FILES = ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini")
 HIDDEN_FOLDERS = (
     ".ipynb_checkpoints", "__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "#recycle",
@@ -58,7 +60,9 @@ def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, layou
         ["data", "pack", where, str(tmp_path / "pack"), share],
     ):  # fmt: skip
         result = quick(*words)
-        assert (result.code, f"left out: {count} hidden or system" in result.out + result.err) == (0, True), result.err
+        assert (result.code, f"left out: {count} hidden or system" in result.out + result.err) == (0, True), (
+            result.err
+        )
 
 
 def test_predict_leaves_out_what_is_no_image(tmp_path: Path) -> None:
@@ -140,7 +144,14 @@ def test_what_is_left_out_is_counted_by_extension(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_splits_are_not_classes(tmp_path: Path, folders: str, says: str) -> None:
     root = tmp_path / "photos"
-    fill(root, *(f"{folder}/{name}" for folder in folders.split() for name in ("cat/1.png", "dog/1.png", "dog/2.png")))
+    fill(
+        root,
+        *(
+            f"{folder}/{name}"
+            for folder in folders.split()
+            for name in ("cat/1.png", "dog/1.png", "dog/2.png")
+        ),
+    )
     line = refused(lambda: scan(root, HoldOut(0.5)))
     assert says in line
     assert line.startswith(f"data.root={root} ")
@@ -149,7 +160,9 @@ def test_splits_are_not_classes(tmp_path: Path, folders: str, says: str) -> None
 def test_a_class_may_have_the_name_of_a_split_beside_others_and_a_link_to_other_images_is_followed(
     tmp_path: Path,
 ) -> None:
-    root = fill(tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("test", "Training", "bus") for i in range(9)))
+    root = fill(
+        tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("test", "Training", "bus") for i in range(9))
+    )
     assert scan(root, HoldOut(0.5)).classes == ("Training", "bus", "test")
     fill(tmp_path / "more", "9.png")
     (root / "bus/more").symlink_to("../../more")
@@ -159,7 +172,9 @@ def test_a_class_may_have_the_name_of_a_split_beside_others_and_a_link_to_other_
 
 def test_an_evaluation_of_a_folder_of_splits_names_the_split_to_give(tmp_path: Path) -> None:
     for split in ("valid", "Validation", "test"):
-        root = fill(tmp_path / split / "photos", "train/cat/1.png", f"{split}/cat/1.png", f"{split}/dog/1.png")
+        root = fill(
+            tmp_path / split / "photos", "train/cat/1.png", f"{split}/cat/1.png", f"{split}/dog/1.png"
+        )
         line = refused(lambda root=root: scan_validation(root, ("cat", "dog"), None))
         assert line.endswith(f"give data.root={root}/{split}")
         assert len(scan_validation(root / split, ("cat", "dog"), None)) == 2
@@ -167,7 +182,13 @@ def test_an_evaluation_of_a_folder_of_splits_names_the_split_to_give(tmp_path: P
 
 @pytest.mark.parametrize("split", ["", "train/"])
 def test_a_cycle_of_links_is_named_by_its_link(tmp_path: Path, split: str) -> None:
-    links = {".": "cat/loop", "..": "cat/loop", "../..": "cat/loop", "../../..": "cat/a/b/loop", "../dog": "cat/loop"}
+    links = {
+        ".": "cat/loop",
+        "..": "cat/loop",
+        "../..": "cat/loop",
+        "../../..": "cat/a/b/loop",
+        "../dog": "cat/loop",
+    }
     for number, (target, link) in enumerate(links.items()):
         root = fill(tmp_path / str(number), *(IMAGES if split else (name[6:] for name in IMAGES[:8])))
         place = root / split / link
@@ -197,7 +218,8 @@ def respell(root: Path, form: str) -> Path:
             path = os.path.normpath(os.path.join(folder, name))
             if path != str(root):
                 os.rename(
-                    path, os.path.join(os.path.dirname(path), unicodedata.normalize(form, os.path.basename(path)))
+                    path,
+                    os.path.join(os.path.dirname(path), unicodedata.normalize(form, os.path.basename(path))),
                 )
     return root
 
@@ -225,7 +247,9 @@ def test_folders_of_two_systems_have_one_index(tmp_path: Path, parents: tuple[st
 
 def test_the_digest_of_other_names_is_that_of_version_0_2(tmp_path: Path) -> None:
     root = fill(
-        tmp_path / "photos", *(f"{kind}/{i}é.png" for kind in (LATTE, "dog") for i in range(4)), b"dog/\xff.png"
+        tmp_path / "photos",
+        *(f"{kind}/{i}é.png" for kind in (LATTE, "dog") for i in range(4)),
+        b"dog/\xff.png",
     )
     index = scan(root, HoldOut(0.3))
     digest = hashlib.sha256(json.dumps(index.classes).encode())
@@ -237,7 +261,9 @@ def test_the_digest_of_other_names_is_that_of_version_0_2(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("jpegtran")
-def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another_system(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another_system(
+    tmp_path: Path,
+) -> None:
     root = photos(tmp_path / "photos", "")
     words = (
         "digits", "data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}", "batch.global=4",
@@ -255,12 +281,19 @@ def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another
     assert (evaluated.code, evaluated.done["images"]) == (0, "5/5"), evaluated.err
 
 
-@pytest.mark.parametrize(("one", "other"), [(LATTE, LATTE_NFD), ("cat", "cat "), ("cat", "cat\u00a0"), (" cat", "cat")])
+@pytest.mark.parametrize(
+    ("one", "other"), [(LATTE, LATTE_NFD), ("cat", "cat "), ("cat", "cat\u00a0"), (" cat", "cat")]
+)
 def test_two_folders_that_look_alike_are_refused_and_told_apart(tmp_path: Path, one: str, other: str) -> None:
     for parents in (("",), ("train/", "val/")):
         root = fill(
             tmp_path / f"photos{len(parents)}",
-            *(f"{parent}{kind}/{i}.png" for parent in parents for kind in (one, other, "dog") for i in range(4)),
+            *(
+                f"{parent}{kind}/{i}.png"
+                for parent in parents
+                for kind in (one, other, "dog")
+                for i in range(4)
+            ),
         )
         line = refused(lambda root=root: scan(root, HoldOut(0.3)))
         assert "look alike" in line
@@ -271,7 +304,11 @@ def test_two_folders_that_look_alike_are_refused_and_told_apart(tmp_path: Path, 
 
 def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_apart(tmp_path: Path) -> None:
     root = fill(
-        tmp_path / "photos", f"train/{LATTE}/1.png", f"val/{LATTE_NFD}/2.png", "train/cat /1.png", "val/cat/3.png"
+        tmp_path / "photos",
+        f"train/{LATTE}/1.png",
+        f"val/{LATTE_NFD}/2.png",
+        "train/cat /1.png",
+        "val/cat/3.png",
     )
     index = scan(root, HoldOut())
     assert index.classes == (LATTE, "cat")
@@ -284,7 +321,9 @@ def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_
 
 @pytest.mark.usefixtures("jpegtran")
 def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path) -> None:
-    root = fill(tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(6)), "eel/1.png")
+    root = fill(
+        tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(6)), "eel/1.png"
+    )
     fill(root, "eel/2.png")
     run = tmp_path / "run"
     words = (
@@ -295,7 +334,9 @@ def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path)
         assert "no validation image of class eel" in quick(*command).out
     trained = quick("train", *words, timeout=200)
     assert trained.code == 0, trained.err
-    assert "over 2 of 3 classes" in next(line for line in trained.err.splitlines() if "validation at step 1" in line)
+    assert "over 2 of 3 classes" in next(
+        line for line in trained.err.splitlines() if "validation at step 1" in line
+    )
     assert quick("data", "pack", str(root), str(tmp_path / "pack")).code == 0
     pack = ("data.source=pack", f"data.root={tmp_path / 'pack'}")
     result = quick("evaluate", str(run), *pack, timeout=200)

@@ -103,7 +103,9 @@ def register(project: Path, name: str, model: Path) -> str:
     client(project).log_model_artifacts(model_info.model_id, str(model))
     client(project).create_registered_model(name)
     mlflow.set_tracking_uri(f"sqlite:///{project}/runs/mlflow.db")  # where MLflow looks up the model
-    version = client(project).create_model_version(name, f"models:/{model_info.model_id}", model_id=model_info.model_id)
+    version = client(project).create_model_version(
+        name, f"models:/{model_info.model_id}", model_id=model_info.model_id
+    )
     client(project).set_registered_model_alias(name, "best", version.version)
     return f"models:/{name}@best"
 
@@ -164,7 +166,10 @@ def an_import_path(logged: Path, to: Path, canary: Path) -> Path:
 def a_pickled_weight(logged: Path, to: Path, canary: Path) -> Path:
     """Replace the weights of the exported program by pickles."""
     copy_changed(logged, to, lambda _: None)
-    with zipfile.ZipFile(logged / "data/model.pt2") as old, zipfile.ZipFile(to / "data/model.pt2", "w") as new:
+    with (
+        zipfile.ZipFile(logged / "data/model.pt2") as old,
+        zipfile.ZipFile(to / "data/model.pt2", "w") as new,
+    ):
         for name in old.namelist():
             data = old.read(name)
             if name.endswith("weights_config.json"):
@@ -283,7 +288,9 @@ def foreign_server(status: int = 200, **headers: str) -> Iterator[tuple[str, lis
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append((self.path, self.headers.get("Authorization", "")))
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))  # unread, it would reset the connection
+            self.rfile.read(
+                int(self.headers.get("Content-Length", 0))
+            )  # unread, it would reset the connection
             self.send_response(status)
             for name, value in ({"Content-Length": "2"} | headers).items():
                 self.send_header(name, value)
@@ -309,7 +316,12 @@ def test_a_registry_cannot_send_a_client_to_another_host(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
     with foreign_server() as (uri, seen):
-        sources = (f"{uri}/model", uri.replace("http:", "mlflow-artifacts:"), "ftp://127.0.0.1/x", "abfss://c@a.b/x")
+        sources = (
+            f"{uri}/model",
+            uri.replace("http:", "mlflow-artifacts:"),
+            "ftp://127.0.0.1/x",
+            "abfss://c@a.b/x",
+        )
         for n, source in enumerate(sources):
             name = f"elsewhere-{n}"
             client(in_project).create_registered_model(name)
@@ -343,7 +355,9 @@ def test_a_registry_cannot_send_more_than_the_limit_of_a_file(
                         sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
                         largest = max(largest, sum(sizes))
                 return
-            names = ["MLmodel"] + 20 * ["more"] if listed_as_folder and "MLmodel" in self.path else ["MLmodel"]
+            names = (
+                ["MLmodel"] + 20 * ["more"] if listed_as_folder and "MLmodel" in self.path else ["MLmodel"]
+            )
             answer = {
                 "artifact_uri": "mlflow-artifacts:/m",
                 "files": [{"path": name, "is_dir": False, "file_size": "10"} for name in names],
@@ -440,7 +454,11 @@ def test_mlflow_is_told_nothing_at_the_target_of_a_redirect(
 
 @pytest.mark.parametrize("trouble", ["no database", "nobody there", "not MLflow"])
 def test_a_broken_or_unreachable_registry_is_one_line(
-    trouble: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trouble: str,
+    tmp_path: Path,
+    digits: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (tmp_path / "no database").write_bytes(b"no database" * 1000)
@@ -491,7 +509,9 @@ def rewrite(good: Path, to: Path, change: Callable[[bytes], bytes], kind: int = 
 
 
 @pytest.mark.fault("J5")
-def test_published_weights_in_the_cache_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_weights_in_the_cache_execute_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = pretrained_weights("resnet18")["IMAGENET1K_V1"]
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
@@ -504,21 +524,29 @@ def test_published_weights_in_the_cache_execute_nothing(tmp_path: Path, monkeypa
 
 
 @pytest.mark.fault("J5")
-@pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "val/0/../../../outside.png", "val/0/a\0.png"])
-def test_an_index_delivered_with_the_data_names_nothing_outside_it(name: str, digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["../outside.png", "/outside.png", "val/0/../../../outside.png", "val/0/a\0.png"]
+)
+def test_an_index_delivered_with_the_data_names_nothing_outside_it(
+    name: str, digits: Path, tmp_path: Path
+) -> None:
     """Distrust the cache in the data's folder: whoever made the data may have made the cache."""
     root = tmp_path / "digits"
     shutil.copytree(digits, root, copy_function=os.link)
     (tmp_path / "outside.png").write_bytes(b"outside")
     real = manifest.scan(root, HoldOut())
-    names = [(real.val.name(i), int(real.val.sizes[i]), int(real.val.labels[i])) for i in range(len(real.val))]
+    names = [
+        (real.val.name(i), int(real.val.sizes[i]), int(real.val.labels[i])) for i in range(len(real.val))
+    ]
     names[0] = (name.encode(), 7, 0)
     folders = {key: (root / key).stat().st_mtime_ns for key in real.folders}
     forged = dataclasses.replace(real, val=manifest.Split.from_entries(names), folders=folders)
     manifest.save_index(forged, root / manifest.CACHE)
     opened = manifest.open_index(root, HoldOut(), tmp_path / "spare", check_sizes=False)
     assert opened.digest == real.digest
-    forged = dataclasses.replace(real, val=dataclasses.replace(real.val, labels=real.val.labels + 7), folders=folders)
+    forged = dataclasses.replace(
+        real, val=dataclasses.replace(real.val, labels=real.val.labels + 7), folders=folders
+    )
     manifest.save_index(forged, root / manifest.CACHE)
     assert manifest.open_index(root, HoldOut(), tmp_path / "spare", check_sizes=False).digest == real.digest
 
@@ -590,11 +618,16 @@ def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
     assert "secret" not in lines
 
 
-@pytest.mark.parametrize(("kind", "status"), [("address", 301), ("environment", 303), ("token", 307), ("token", 308)])
+@pytest.mark.parametrize(
+    ("kind", "status"), [("address", 301), ("environment", 303), ("token", 307), ("token", 308)]
+)
 def test_a_password_follows_no_redirect(
     status: int, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/api?token=x") as (uri, asked):
+    with (
+        foreign_server() as (target, seen),
+        foreign_server(status, Location=f"{target}/api?token=x") as (uri, asked),
+    ):
         if kind == "environment":
             monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
             monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
@@ -637,7 +670,13 @@ def test_a_training_imports_nothing_from_the_current_folder(tmp_path: Path, digi
     script.parent.mkdir()
     script.write_text("from pipeline.cli.main import command\ncommand()\n")
     small = [word for word in SMALL if not word.startswith(("track.uri", "track.report"))]
-    words = [f"data.root={digits}", *small, "run.dir=run", "track.uri=sqlite:///mlflow.db", "train.max_steps=2"]
+    words = [
+        f"data.root={digits}",
+        *small,
+        "run.dir=run",
+        "track.uri=sqlite:///mlflow.db",
+        "train.max_steps=2",
+    ]
     for command in (["train", "digits", *words, "--nproc", "2"], *([["verify", "run"]] if full else [])):
         done = subprocess.run(
             [sys.executable, script, *command],
@@ -674,7 +713,9 @@ def test_a_server_with_a_password_requires_it_and_a_training_sends_it(
     texts = render(RenderOptions(mlflow_auth=True))["30-mlflow.yaml"]
     (container,) = pod_of(one(list(yaml.safe_load_all(texts)), "Deployment", "mlflow"))["containers"]
     assert sorted(compose["command"]) == sorted(container["args"])
-    secret = dict.fromkeys(compose["environment"], "a long enough password") | {"MLFLOW_AUTH_ADMIN_USERNAME": "me"}
+    secret = dict.fromkeys(compose["environment"], "a long enough password") | {
+        "MLFLOW_AUTH_ADMIN_USERNAME": "me"
+    }
     given = {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "a long enough password"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
@@ -693,7 +734,14 @@ def test_a_server_with_a_password_requires_it_and_a_training_sends_it(
             wrong = environment(**{**secret, "MLFLOW_AUTH_ADMIN_PASSWORD": "another one"})
             assert subprocess.run(probe, env=wrong, stderr=subprocess.DEVNULL, check=False).returncode != 0
         small = [word for word in SMALL if not word.startswith("track.uri")]
-        words = ["digits", f"data.root={digits}", *small, "data.workers=0", "train.epochs=1", "train.max_steps=4"]
+        words = [
+            "digits",
+            f"data.root={digits}",
+            *small,
+            "data.workers=0",
+            "train.epochs=1",
+            "train.max_steps=4",
+        ]
         run = Job(tmp_path / "run", words, env={"MLFLOW_TRACKING_URI": server.uri, **given})
         result = run.run()
         assert result.code == 0, result.err

@@ -80,7 +80,8 @@ def test_the_help_of_train_has_every_key_below_its_section(capsys: pytest.Captur
         main(["train", "--help"])
     keys = capsys.readouterr().out.partition("by section:\n\n")[2]
     sections = {
-        block.partition(":")[0]: re.findall(r"^  ([\w.]+)=", block, re.MULTILINE) for block in keys.split("\n\n")
+        block.partition(":")[0]: re.findall(r"^  ([\w.]+)=", block, re.MULTILINE)
+        for block in keys.split("\n\n")
     }
     assert sections.pop("top level") == ["parallel"]
     assert {key for inner in sections.values() for key in inner} == all_keys().keys() - {"recipe", "parallel"}
@@ -134,7 +135,12 @@ def test_bash_completes_commands_flags_and_files_without_a_slow_import(tmp_path:
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = environment(PATH=path, PYTHONPATH=f"{tmp_path}/absent:{ROOT}")
     result = subprocess.run(
-        ["bash", "-c", _BASH, "bash", *lines], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+        ["bash", "-c", _BASH, "bash", *lines],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
+        check=True,
     )
     commands, flags, files = (line.split() for line in result.stdout.splitlines())
     assert set(commands) == {name for name in COMMANDS if name and " " not in name}
@@ -173,7 +179,9 @@ def test_best_takes_the_best_checkpoint_in_place_of_the_last(
     receipt = json.loads((run.folder / "receipt.json").read_text())
     weights = {row["step"]: row["weights"] for row in receipt["evaluations"]}
     assert f"weights={weights[row['step']]}" in capsys.readouterr().out
-    assert main(["export", str(run.folder), "--best", "--to", "safetensors", "--out", str(tmp_path / "x")]) == 0
+    assert (
+        main(["export", str(run.folder), "--best", "--to", "safetensors", "--out", str(tmp_path / "x")]) == 0
+    )
     assert f"the model of step {row['step']};" in capsys.readouterr().out
 
     for target in (str(best), "models:/digits@best", str(tmp_path / "nosuch")):

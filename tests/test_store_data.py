@@ -173,7 +173,9 @@ def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
 # --- failing reads
 
 
-def test_every_failed_read_is_repeated_and_counted_by_kind(place: str, packed: Path, fault_proxy: FaultProxy) -> None:
+def test_every_failed_read_is_repeated_and_counted_by_kind(
+    place: str, packed: Path, fault_proxy: FaultProxy
+) -> None:
     found = images(place)
     ranges.pop_failures()  # of another test
     fault_proxy.rates, fault_proxy.only = dict.fromkeys(KINDS, 0.02), READS
@@ -194,7 +196,9 @@ def test_256_reads_are_in_flight_and_other_expectations_drop_them(
     asked = ranged_reads(fault_proxy)
     found.expect(range(1000))
     assert found.read(0) == local[0]
-    assert ranged_reads(fault_proxy) - asked <= ranges.MAX_READS + 1  # a place is free as soon as one is taken
+    assert (
+        ranged_reads(fault_proxy) - asked <= ranges.MAX_READS + 1
+    )  # a place is free as soon as one is taken
     start = time.monotonic()
     assert [found.read(i) for i in range(1, 512)] == local[1:]
     assert time.monotonic() - start < 5 * SHARING, "one after another they would take 150 s"
@@ -226,7 +230,9 @@ def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the
         file.seek(offset + 3)
         file.write(b"\xff\xff")
     place = upload(bucket, root)
-    with pytest.raises(UnreadableError, match=f"train-0000.tar has changed at byte {offset:,} since it was packed"):
+    with pytest.raises(
+        UnreadableError, match=f"train-0000.tar has changed at byte {offset:,} since it was packed"
+    ):
         images(place).read(5)
     words = ("data.source=pack", "data.workers=0")
     local = stream(root, range(0, 30), *words)
@@ -270,7 +276,9 @@ def test_processes_and_starts_share_the_cache(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
     words = ("data.source=pack", "data.workers=2", f"data.cache={tmp_path / 'cache'}")
-    expected, _ = stream(packed, range(29), "data.source=pack", "data.workers=0")  # all but 45 images of an epoch
+    expected, _ = stream(
+        packed, range(29), "data.source=pack", "data.workers=0"
+    )  # all but 45 images of an epoch
     assert stream(place, range(29), *words, world=2)[0] == expected  # type: ignore[arg-type]
     asked = ranged_reads(fault_proxy)
     assert stream(place, range(29), *words, world=1)[0] == expected  # type: ignore[arg-type]
@@ -342,8 +350,13 @@ def test_a_store_that_ignores_ranges_is_refused(weak_bucket: Bucket, packed: Pat
 
 
 @pytest.mark.parametrize("status", [301, 308])
-def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/bucket/large") as (uri, asked):
+def test_a_read_of_an_image_follows_no_redirect(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    with (
+        foreign_server() as (target, seen),
+        foreign_server(status, Location=f"{target}/bucket/large") as (uri, asked),
+    ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
         reader = RangeReader(bucket.place, lambda _: Range("large", 10, 100, 0))
         with pytest.raises(RangesIgnoredError, match=f"status {status}"):
@@ -384,7 +397,11 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
 ) -> None:
     """Each loader worker asks their source, such as a machine's role, for them."""
     keys = {name: os.environ[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
-    answer = {"Version": 1, "AccessKeyId": keys["ACCESS_KEY_ID"], "SecretAccessKey": keys["SECRET_ACCESS_KEY"]}
+    answer = {
+        "Version": 1,
+        "AccessKeyId": keys["ACCESS_KEY_ID"],
+        "SecretAccessKey": keys["SECRET_ACCESS_KEY"],
+    }
     (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/answer\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     for name in keys:
@@ -398,7 +415,9 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
     assert Patience(source, 20).read(0) == expected.read(0)
 
 
-def test_wrong_requests_are_refused_with_a_remedy(bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_requests_are_refused_with_a_remedy(
+    bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = f"{bucket.place}/nothing"
     assert f"data.root={empty} holds no complete pack" in refused(lambda: images(empty))
     assert "there is no such bucket" in refused(lambda: images("s3://no-such-bucket-here/digits"))
@@ -434,7 +453,10 @@ def test_other_data_imports_none_of_it(digits: Path) -> None:
         "names = ('boto3', 'botocore', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
         "print([name for name in names if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
 
 
 @pytest.mark.full
@@ -446,6 +468,11 @@ def test_bench_store_compares_both_epochs_and_leaves_nothing_behind(tmp_path: Pa
     result = bench("store", f"{bucket.place}/scratch", *words)
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
-    assert [row["name"] for row in rows] == ["local pack", "bucket, no cache", "bucket, epoch 1", "bucket, epoch 2"]
+    assert [row["name"] for row in rows] == [
+        "local pack",
+        "bucket, no cache",
+        "bucket, epoch 1",
+        "bucket, epoch 2",
+    ]
     assert all(row["images_per_s"] > 0 for row in rows)
     assert not bucket.names()

@@ -32,7 +32,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = root / ("val" if number < 8 else "train") / "ab"[number % 2] / f"{number:02}"
         path.parent.mkdir(parents=True, exist_ok=True)
         is_png = number % 4 > 0
-        image = encoded(photo(240, 320, number), "PNG") if is_png else encoded(photo(90, 120, number), quality=95)
+        image = (
+            encoded(photo(240, 320, number), "PNG") if is_png else encoded(photo(90, 120, number), quality=95)
+        )
         path.with_suffix(".png" if is_png else ".jpg").write_bytes(image)
     return root
 
@@ -119,7 +121,9 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
     assert result.code == 0, result.err
     assert objects(bucket) == files(local), f"seed {seed}"
     again = [
-        name for name in complete if any(re.match(rf"PUT \S+/{name}", request) for request in fault_proxy.requests)
+        name
+        for name in complete
+        if any(re.match(rf"PUT \S+/{name}", request) for request in fault_proxy.requests)
     ]
     assert again == [], "a complete shard is not packed again"
 
@@ -131,10 +135,15 @@ def test_starts_at_once_make_one_pack_and_different_requests_never_share_a_prefi
     for key in ("pack/train-0001.tar", "other/train-0001.tar"):  # uploads that a kill has cut off
         upload = client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"]
         client.upload_part(Bucket=bucket.name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
-    fault_proxy.latency_ms, fault_proxy.only = 4000, r"PUT .*\.packing\.json"  # so that all find the prefix empty
+    fault_proxy.latency_ms, fault_proxy.only = (
+        4000,
+        r"PUT .*\.packing\.json",
+    )  # so that all find the prefix empty
     words = ("data", "pack", str(images), f"{bucket.place}/pack", "--level")
     levels = ("lossless", "lossless", "raw=64")
-    results = [finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]]
+    results = [
+        finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]
+    ]
     if results[2].code == 0:
         pack(images, tmp_path / "raw", "raw=64", 0.1)
         assert [result.code for result in results] == [2, 2, 0]
@@ -150,7 +159,9 @@ def test_a_prefix_with_other_contents_is_left_unchanged(
     images: Path, local: Path, bucket: Bucket, tmp_path: Path
 ) -> None:
     bucket.write("mine/notes.txt", b"mine")
-    with pytest.raises(RequestError, match=rf"^{bucket.place}/mine is not empty and holds no pack: name another"):
+    with pytest.raises(
+        RequestError, match=rf"^{bucket.place}/mine is not empty and holds no pack: name another"
+    ):
         pack(images, Store(f"{bucket.place}/mine"), "lossless", 0.1)
     assert bucket.names() == ["mine/notes.txt"]
 

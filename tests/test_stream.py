@@ -70,7 +70,9 @@ MORE_FEATURES = {name: f"augment.policy={name} augment.mixup=0.2" for name in PO
     [*FEATURES.values(), *(pytest.param(words, marks=pytest.mark.full) for words in MORE_FEATURES.values())],
     ids=[*FEATURES, *MORE_FEATURES],
 )
-def test_features_are_the_same_however_they_are_made(digits: Path, reference: list[GlobalBatch], words: str) -> None:
+def test_features_are_the_same_however_they_are_made(
+    digits: Path, reference: list[GlobalBatch], words: str
+) -> None:
     steps = range(27, 31)  # over the end of an epoch, where sizes grow
     options = re.split(r" (?=\w+\.)", words)
     expected, _ = stream(digits, steps, *options, "data.workers=0")
@@ -105,7 +107,9 @@ def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:
 def test_classes_are_drawn_by_their_shares(balance: str, weights: tuple[int, ...]) -> None:
     counts = (900, 100, 0, 10_000)
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(4, dtype=np.int32), counts))
-    plan = make_plan(load("digits", [f"data.balance={balance}", "batch.global=100"]), World(), DataSize(11_000, 10, 4))
+    plan = make_plan(
+        load("digits", [f"data.balance={balance}", "batch.global=100"]), World(), DataSize(11_000, 10, 4)
+    )
     order = Order(plan, 0, labels)
     epochs = [[order.draws(step) for step in range(epoch * 110, (epoch + 1) * 110)] for epoch in range(2)]
     for epoch in epochs:
@@ -145,7 +149,9 @@ def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Pat
 
 
 def test_an_epoch_of_repeated_views_has_every_view_once() -> None:
-    plan = make_plan(load("digits", ["batch.global=48", "augment.repeats=3"]), World(), DataSize(1000, 10, 10))
+    plan = make_plan(
+        load("digits", ["batch.global=48", "augment.repeats=3"]), World(), DataSize(1000, 10, 10)
+    )
     order = Order(plan, 0)
     draws = [order.draws(step) for step in range(plan.steps_per_epoch)]
     pairs = [pair for ids, views in draws for pair in zip(ids.tolist(), views.tolist(), strict=True)]
@@ -220,7 +226,9 @@ def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -
 
 @pytest.mark.fault("A5")
 def test_a_killed_loader_worker_costs_no_batch(digits: Path, reference: list[GlobalBatch]) -> None:
-    config, plan, source = prepare(digits, 1, "data.workers=2", "data.prefetch=1")  # else one may have made its last
+    config, plan, source = prepare(
+        digits, 1, "data.workers=2", "data.prefetch=1"
+    )  # else one may have made its last
     before = set(children(os.getpid()))
     made = []
     for batch in batches(TrainBatches(source.train, config, plan, 0), STEPS, plan, pin=False):

@@ -38,12 +38,16 @@ def make_tty(monkeypatch: pytest.MonkeyPatch) -> Tty:
     return screen
 
 
-def test_on_a_terminal_progress_is_one_line_and_the_summary_has_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_progress_is_one_line_and_the_summary_has_colour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     tty = make_tty(monkeypatch)
     terminal = make_terminal(is_main=True)
     terminal.progress("step 1")
-    terminal.progress(" 42%", "epoch 3/7", "step 42/100", "lr 0.1")  # a narrow terminal shows the most important parts
+    terminal.progress(
+        " 42%", "epoch 3/7", "step 42/100", "lr 0.1"
+    )  # a narrow terminal shows the most important parts
     terminal.log_summary({"best": "top-1 0.98"})
     erase = "\r\x1b[K"
     assert tty.getvalue() == (
@@ -80,8 +84,17 @@ def test_quiet_ranks_and_all_ranks_but_the_main_one_print_nothing(
     assert capsys.readouterr().err == ""
 
 
-def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", "train.epochs=2", "run.threads=1", "track.uri=none", "track.report=false"]
+def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(
+    tmp_path: Path, digits: Path
+) -> None:
+    words = [
+        "digits",
+        f"data.root={digits}",
+        "train.epochs=2",
+        "run.threads=1",
+        "track.uri=none",
+        "track.report=false",
+    ]
     command = [sys.executable, "-m", "pipeline", "train", *words]
     screen = bytearray()
     main, end = pty.openpty()
@@ -96,7 +109,9 @@ def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(t
     lines = screen.decode().replace("\n", "\r").replace("\x1b[K", "").split("\r")
     assert [line for line in lines if re.match(r"validation 100%  360 images", line)]
     shown = [line for line in lines if " left  " in line]
-    assert re.match(r" {1,2}\d+%  epoch 1/2  step \d+/28  loss [\d.]+  .* left  [\d,]+ images/s  lr ", shown[0])
+    assert re.match(
+        r" {1,2}\d+%  epoch 1/2  step \d+/28  loss [\d.]+  .* left  [\d,]+ images/s  lr ", shown[0]
+    )
     assert re.match(
         r"100%  epoch 2/2  step 28/28  loss [\d.]+  0 s left  best top-1 0\.\d{4}  [\d,]+ images/s", shown[-1]
     )
@@ -193,7 +208,9 @@ def test_a_command_keeps_its_exit_code_if_its_result_cannot_be_written(
 def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_path: Path) -> None:
     code = "from pipeline.cli.main import main; main(['recipes']); print(open('file', 'w').fileno() > 2, file=log)"
     program = f"log = open('log', 'w'); {code}"
-    subprocess.run(["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program], cwd=tmp_path, check=True)
+    subprocess.run(
+        ["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program], cwd=tmp_path, check=True
+    )
     assert (tmp_path / "log").read_text() == "True\n"
 
 

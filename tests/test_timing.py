@@ -60,7 +60,9 @@ def epochs(folder: Path) -> list[dict[str, float]]:
     prepared = session.Prepared(source, make_plan(config, World(), source.size), found=None, weights=None)
     session.run_training(config, World(), run_folder, lambda: prepared, StopRequest())
     run_folder.release()
-    return [row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})]
+    return [
+        row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})
+    ]
 
 
 def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_time(
@@ -74,7 +76,9 @@ def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_tim
     assert len(found) == 2, "one row an epoch"
     assert 0.5 * wall < sum(row["time/epoch_s"] for row in found) < wall
     for row in found:
-        assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(row["time/epoch_s"], rel=0.01)
+        assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(
+            row["time/epoch_s"], rel=0.01
+        )
         for entry, (_, _, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
             assert row[f"time/{entry}_s"] >= seconds * times, entry
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
@@ -109,7 +113,9 @@ setattr(owner, {name!r}, slow)""",
     result = run.run()
     assert result.code == 0, result.err
     (spent,) = (value for _, key, value in run.journal("time/") if key == "time/communication_s")
-    assert spent > 0.75 * 4 * 0.2, "in each step one process sleeps and the other waits; the value is their mean"
+    assert spent > 0.75 * 4 * 0.2, (
+        "in each step one process sleeps and the other waits; the value is their mean"
+    )
 
 
 def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
@@ -144,8 +150,16 @@ def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
             {"data": 90, "forward_backward": 10},
             "40 workers would be enough but this machine has 8 CPUs: use a larger one",
         ),
-        (0, {"data": 60, "forward_backward": 40}, "waiting for data 60%: 2 workers would be enough (data.workers=2)"),
-        (4, {"communication": 50, "forward_backward": 50}, "waiting for the other processes 50%: raise batch.global"),
+        (
+            0,
+            {"data": 60, "forward_backward": 40},
+            "waiting for data 60%: 2 workers would be enough (data.workers=2)",
+        ),
+        (
+            4,
+            {"communication": 50, "forward_backward": 50},
+            "waiting for the other processes 50%: raise batch.global",
+        ),
         (4, {"checkpoint": 20, "forward_backward": 80}, "saving 20%: raise checkpoint.every"),
         (4, {"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
     ],

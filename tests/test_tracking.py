@@ -113,18 +113,28 @@ def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
 
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
-def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[str, Trained], kind: str) -> None:
+def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(
+    trained: dict[str, Trained], kind: str
+) -> None:
     without, tracked = trained["none"], trained[kind]
     assert tracked.result.code == 0, tracked.result.err
     assert tracked.result.done == without.result.done
     assert tracked.job.journal("train/", "val/") == without.job.journal("train/", "val/")
     rows = read_rows(tracked.job.folder / "journal.jsonl")
-    assert [row["event"] for row in rows if "event" in row] == ["created", "started", "evaluated", "saved", "ended"]
+    assert [row["event"] for row in rows if "event" in row] == [
+        "created",
+        "started",
+        "evaluated",
+        "saved",
+        "ended",
+    ]
     lines = [line for line in tracked.result.err.splitlines() if "MLflow" in line]
     assert len(lines) == 1, lines
     assert "pipeline sync" in lines[0]
     assert "Traceback" not in tracked.result.err
-    print(f"{kind}: {tracked.late:.1f} s from the last row to the exit, without a tracker {without.late:.1f} s")
+    print(
+        f"{kind}: {tracked.late:.1f} s from the last row to the exit, without a tracker {without.late:.1f} s"
+    )
     assert tracked.late <= without.late + 10 * SHARING
     tracked.job.wait_gone(1)
 
@@ -144,7 +154,9 @@ def test_sending_twice_duplicates_nothing(
     job = trained["500"].job
     before = good.run_of(job)
     # as if sending had been interrupted
-    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id, {"pipeline.step": "0"})
+    good.client.create_logged_model(
+        before.info.experiment_id, "model", before.info.run_id, {"pipeline.step": "0"}
+    )
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
     (job.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
@@ -153,7 +165,9 @@ def test_sending_twice_duplicates_nothing(
 
 
 @pytest.mark.long
-def test_a_database_whose_creation_was_killed_is_created_again(trained: dict[str, Trained], tmp_path: Path) -> None:
+def test_a_database_whose_creation_was_killed_is_created_again(
+    trained: dict[str, Trained], tmp_path: Path
+) -> None:
     database, run = tmp_path / "local" / "mlflow.db", trained["absent"].job
     uri = f"sqlite:///{database}"
     for size in (1, 200_000):
@@ -191,7 +205,9 @@ def test_the_logged_model_takes_any_number_of_images(
     mlflow.set_tracking_uri(good.uri)
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
-    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
+    images = torch.stack(
+        [resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]
+    ).float()
     expected = predict_probabilities(job.checkpoints()[-1], images)
     with torch.inference_mode():
         for size in (1, 5, 20):
@@ -211,7 +227,14 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     assert result.code == 0, result.err
     assert "MLflow" not in result.err
     report = {path.name for path in (run.folder / "report").iterdir() if path.is_file()}
-    pictures = {"curves.png", "confusion.png", "classes.png", "reliability.png", "mistakes.png", "augmentation.png"}
+    pictures = {
+        "curves.png",
+        "confusion.png",
+        "classes.png",
+        "reliability.png",
+        "mistakes.png",
+        "augmentation.png",
+    }
     assert report == {"index.html", *pictures}
     assert sync(run, MLFLOW_TRACKING_URI=second.uri).code == 0
     mlruns = [server.run_of(run) for server in (good, second)]
@@ -224,7 +247,9 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
         assert figures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
         sent = {Path(file.path).name for file in server.client.list_artifacts(found.info.run_id, "report")}
         assert sent == report
-        page = Path(server.client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder)))
+        page = Path(
+            server.client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder))
+        )
         assert f"{result.done['weights']}</dd>" in page.read_text(), "the page of the finished run"
         assert page.read_text() == (run.folder / "report" / "index.html").read_text()
         note = found.data.tags["mlflow.note.content"]
@@ -244,12 +269,16 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
 
     best = read_rows(run.folder / "journal.jsonl")[-1]["best"]
     outputs = [
-        json.loads(quick("predict", model, str(digits / "val" / "3"), "--json", MLFLOW_TRACKING_URI=good.uri).out)
+        json.loads(
+            quick("predict", model, str(digits / "val" / "3"), "--json", MLFLOW_TRACKING_URI=good.uri).out
+        )
         for model in (str(run.folder / "checkpoints" / best["file"]), "models:/story-digits@best")
     ]
     for by_file, by_registry in zip(*(output["predictions"] for output in outputs), strict=True):
         assert by_file["image"] == by_registry["image"]
-        top = [{found["class"]: found["probability"] for found in row["top"]} for row in (by_file, by_registry)]
+        top = [
+            {found["class"]: found["probability"] for found in row["top"]} for row in (by_file, by_registry)
+        ]
         assert top[0] == pytest.approx(top[1], abs=1e-5)
 
 
@@ -259,7 +288,9 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     tmp_path: Path, digits: Path, good: Server, outage: int
 ) -> None:
     rarely = ("evaluate.every=1000 epochs", "checkpoint.every=1000 epochs")
-    run = job(tmp_path / "outage", digits, good.uri, "train.epochs=1000", "train.max_steps=none", *rarely).start()
+    run = job(
+        tmp_path / "outage", digits, good.uri, "train.epochs=1000", "train.max_steps=none", *rarely
+    ).start()
     wait_for(lambda: good.runs(run) and good.run_of(run).data.metrics, "first point on the server", run)
     down = 1000 * time.time()
     good.kill()
@@ -301,7 +332,10 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
 
     def has_new_points(before: int) -> bool:
         return (
-            len(rows_with_metrics(run)) > 1 and bool(good.runs(run)) and state()[0] == "RUNNING" and state()[1] > before
+            len(rows_with_metrics(run)) > 1
+            and bool(good.runs(run))
+            and state()[0] == "RUNNING"
+            and state()[1] > before
         )
 
     run.start()
@@ -390,7 +424,9 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
     journal.log_metrics(4, {"train/loss": 9.0, "val/top1": 0.5})
     content = path.read_bytes()
     for depth in (500, 200_000):  # Python can parse the first, and json.dumps of it with an indent fails
-        path.write_bytes(b'{"time": 1, "event": "x", "deep": %s%s}\n' % (b"[" * depth, b"]" * depth) + content)
+        path.write_bytes(
+            b'{"time": 1, "event": "x", "deep": %s%s}\n' % (b"[" * depth, b"]" * depth) + content
+        )
         assert b"".join(json.dumps(row).encode() + b"\n" for row, _ in read(path)) == content
     path.write_bytes(content + b'{"time": 1, "step": 5, "metr')
     assert b"".join(json.dumps(row).encode() + b"\n" for row, _ in read(path)) == content
@@ -427,9 +463,15 @@ loop.save = lambda trainer, **rest: os.kill(os.getpid(), 9) if trainer.state.ste
     run.prelude, run.nproc = "", 2  # whose weights differ
     assert run.start().wait().code == 0
 
-    receipt = {row["step"]: row for row in json.loads((run.folder / "receipt.json").read_text())["evaluations"]}
+    receipt = {
+        row["step"]: row for row in json.loads((run.folder / "receipt.json").read_text())["evaluations"]
+    }
     journal = {(key, step): value for step, key, value in run.journal("val/", "train/loss")}
-    assert receipt[8]["loss"] == journal["val/loss", 8] != dict((s, v) for s, k, v in discarded if k == "val/loss")[8]
+    assert (
+        receipt[8]["loss"]
+        == journal["val/loss", 8]
+        != dict((s, v) for s, k, v in discarded if k == "val/loss")[8]
+    )
     assert receipt[8]["train_loss"] == journal["train/loss", 8]
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (found,) = client.search_runs(["1"])
@@ -442,11 +484,15 @@ loop.save = lambda trainer, **rest: os.kill(os.getpid(), 9) if trainer.state.ste
 
     # a run that a mirror has restored has no note of what was sent
     path = run.folder / "journal.jsonl"
-    later = re.sub(r'("time": )(\d+)(, "step": 12, .*"val/loss": )[\d.]+', r"\g<1>9\2\g<3>7.5", path.read_text())
+    later = re.sub(
+        r'("time": )(\d+)(, "step": 12, .*"val/loss": )[\d.]+', r"\g<1>9\2\g<3>7.5", path.read_text()
+    )
     path.write_text(later)
     (run.folder / "mlflow.json").unlink()
     assert sync(run).code == 0
-    points = Counter((point.step, point.value) for point in client.get_metric_history(found.info.run_id, "val/loss"))
+    points = Counter(
+        (point.step, point.value) for point in client.get_metric_history(found.info.run_id, "val/loss")
+    )
     assert points - Counter((point.step, point.value) for point in history) == Counter({(12, 7.5): 1})
     assert client.get_run(found.info.run_id).data.metrics["val/loss"] == 7.5
 
@@ -484,15 +530,25 @@ def assert_complete(server: Server, job: Job) -> None:
     )
     assert run.data.params["model.arch"] == "shufflenet_v2_x0_5"
     assert run.data.tags["torch"] == torch.__version__
-    files = [file for file in server.client.list_artifacts(run.info.run_id) if not file.is_dir]  # without the report
-    assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json", "receipt.json"]
+    files = [
+        file for file in server.client.list_artifacts(run.info.run_id) if not file.is_dir
+    ]  # without the report
+    assert sorted(file.path for file in files) == [
+        "config.yaml",
+        "journal.jsonl",
+        "plan.json",
+        "receipt.json",
+    ]
     mlflow.set_tracking_uri(server.uri)
     for file in files:
         copy = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=file.path)
         assert Path(copy).read_bytes() == (job.folder / file.path).read_bytes()
     (model,) = server.models(job)
     assert model.status == LoggedModelStatus.READY
-    assert {metric.key for metric in server.client.get_logged_model(model.model_id).metrics} >= {"val/top1", "val/loss"}
+    assert {metric.key for metric in server.client.get_logged_model(model.model_id).metrics} >= {
+        "val/top1",
+        "val/loss",
+    }
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
 
 
@@ -508,13 +564,23 @@ def predict_probabilities(saved: Path, images: torch.Tensor) -> np.ndarray:
 def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:
     small = [word for word in SMALL if not word.startswith("track.uri")]
     tracker = [f"track.uri={uri}"] if uri else []
-    words = ["digits", f"data.root={digits}", *small, *tracker, "data.workers=0", "train.epochs=1", "train.max_steps=8"]
+    words = [
+        "digits",
+        f"data.root={digits}",
+        *small,
+        *tracker,
+        "data.workers=0",
+        "train.epochs=1",
+        "train.max_steps=8",
+    ]
     return Job(folder, [*words, *more], nproc=nproc)
 
 
 def run_timed(job: Job) -> Trained:
     result = job.start().wait()
-    ended = read_rows(job.folder / "journal.jsonl")[-1]["time"] if (job.folder / "journal.jsonl").exists() else 0
+    ended = (
+        read_rows(job.folder / "journal.jsonl")[-1]["time"] if (job.folder / "journal.jsonl").exists() else 0
+    )
     return Trained(job, result, time.time() - ended / 1000)
 
 
@@ -533,7 +599,11 @@ def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
 @contextmanager
 def bad_servers() -> Iterator[dict[str, str]]:
     """Start a server of each bad kind and yield their addresses."""
-    answers = {"500": "500 broken", "401": '401 {"error_code": "UNAUTHENTICATED"}', "malformed": '200 {"experiment": ['}
+    answers = {
+        "500": "500 broken",
+        "401": '401 {"error_code": "UNAUTHENTICATED"}',
+        "malformed": '200 {"experiment": [',
+    }
     silent = socket.create_server(("127.0.0.1", 0))  # the kernel accepts connections, and nobody replies
     with ExitStack() as running:
         uris = {

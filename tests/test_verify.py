@@ -107,7 +107,9 @@ def test_the_receipt_of_a_killed_run_has_the_rows_of_an_uninterrupted_run(
     assert (first["step"], second) == (0, {**first, "step": second["step"]})
 
 
-def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(uninterrupted: Job, tmp_path: Path) -> None:
+def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(
+    uninterrupted: Job, tmp_path: Path
+) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.config, folder.plan):
         shutil.copy(uninterrupted.folder / path.name, path)
@@ -128,12 +130,16 @@ def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(uninterrupte
 
 
 def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> None:
-    (uninterrupted.folder / "checkpoints/step-00000012 copy.pt").touch()  # what is no checkpoint is passed over
+    (
+        uninterrupted.folder / "checkpoints/step-00000012 copy.pt"
+    ).touch()  # what is no checkpoint is passed over
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")}
     result = verify(uninterrupted.folder, "--steps", "11")
     weights = receipt(uninterrupted.folder)["evaluations"][1]["weights"]
     assert result.code == 0
-    assert result.out.startswith(f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights};")
+    assert result.out.startswith(
+        f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights};"
+    )
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")} == before
 
 
@@ -207,7 +213,12 @@ def test_a_changed_receipt_is_refused_or_differs(
 def test_a_changed_number_of_the_plan_differs(uninterrupted: Job, repetition: Path, tmp_path: Path) -> None:
     contents, new = receipt(uninterrupted.folder), Run.read(repetition)
     numbers = {name for name, value in contents["plan"].items() if isinstance(value, int | float)}
-    for name in numbers - {"local_world", "workers_per_node", "workers", "is_portable"}:  # those depend on the machine
+    for name in numbers - {
+        "local_world",
+        "workers_per_node",
+        "workers",
+        "is_portable",
+    }:  # those depend on the machine
         plan = contents["plan"] | {name: contents["plan"][name] + 1}
         result = compare(Run(contents | {"plan": plan}, RunFolder(tmp_path)), new, 0, 12)
         assert result.startswith(f"differs: the plan's {name} is {plan[name]} in the receipt and "), result
@@ -223,7 +234,9 @@ def test_a_changed_sample_or_checkpoint_is_named_by_its_step(
         return compared(copy, repetition)
 
     found = with_row(6, json.dumps(json.loads(lines[6]) | {"ids": [1]}) + "\n")
-    assert found.startswith("differs: the first batch to differ from trace.jsonl is that of step 7, other samples; ")
+    assert found.startswith(
+        "differs: the first batch to differ from trace.jsonl is that of step 7, other samples; "
+    )
     assert "the checkpoints of steps 4, 8, 12 are identical" in found
     found = with_row(2, json.dumps(json.loads(lines[2]) | {"batch_sha256": "0" * 64}) + "\n")
     assert "is that of step 3, the same samples with other pixels" in found
@@ -248,8 +261,9 @@ def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, 
     digest, checksums = digest_and_checksums(weights)
     new = {"weights": f"sha256:{digest}", "tensors": checksums}
     edit_receipt(copy, lambda contents: contents["evaluations"][2].update(new))
-    assert "; at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ); " in compared(
-        copy, repetition
+    assert (
+        "; at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ); "
+        in compared(copy, repetition)
     )
     edit_receipt(copy, lambda contents: [row.pop("tensors") for row in contents["evaluations"]])
     edit_receipt(copy, in_start(torch="1.0"))
@@ -274,7 +288,9 @@ def test_a_part_of_a_run_is_repeated_from_its_checkpoint(copy: Path) -> None:
     assert "has no checkpoint of step 5: it has those of 4, 8, 12" in refused(12, 5)
     assert "the first evaluation or checkpoint after step 4 in" in refused(7, 4)
     edit_receipt(copy, lambda contents: contents["evaluations"][0].update(weights=weights[1]))
-    assert f"does not belong to the receipt: its weights are {weights[0]}, and those of step 4 " in refused(12, 4)
+    assert f"does not belong to the receipt: its weights are {weights[0]}, and those of step 4 " in refused(
+        12, 4
+    )
     shutil.rmtree(copy / "checkpoints")
     assert "docs/reproducibility.md, 'Publish a receipt', says where to get one" in refused(12, 4)
 
@@ -311,18 +327,28 @@ def test_a_run_is_compared_with_published_receipts(
     page.write_text(f"`{weights[:23]}…`")
     assert against(copy, published, page) == 0
     assert capsys.readouterr().out == f"these are the weights that {page} names: {weights}\n"
-    assert answer(lambda contents: contents["config"]["run"].update(deterministic=False)), "run.portable implies it"
+    assert answer(lambda contents: contents["config"]["run"].update(deterministic=False)), (
+        "run.portable implies it"
+    )
     shorter = answer(lambda contents: contents["evaluations"].pop())
     assert shorter.startswith(f"these are the weights that {published / 'digits'} names for step 8: sha256:")
     assert answer(other_weights(), code=1).endswith("; no known change explains it\n")
     assert answer(other_weights(commit="another"), code=1).endswith("; no known change explains it\n")
     found = answer(other_weights(world=2, torch="1.0", device="another", portable="no avx2"))
     assert found.startswith(f"differs: at step 8 weights is {OTHER}, and sha256:")
-    causes = ("torch is 1.0 here", "world is 2 here", "portable is no avx2 here and yes there", "device is another")
+    causes = (
+        "torch is 1.0 here",
+        "world is 2 here",
+        "portable is no avx2 here and yes there",
+        "device is another",
+    )
     places = [found.index(text) for text in causes]
     assert places == sorted(places)
     found = answer(lambda contents: contents["config"]["run"].update(seed=7))
-    assert found == f"no receipt in {published} has this configuration (run.seed=7, unlike {published / 'digits'})\n"
+    assert (
+        found
+        == f"no receipt in {published} has this configuration (run.seed=7, unlike {published / 'digits'})\n"
+    )
     for folder in (copy / "checkpoints", copy):
         with pytest.raises(RequestError, match=r"no receipt in .* can be read"):
             against(copy, folder)
@@ -343,7 +369,9 @@ def test_a_repetition_restores_nothing_and_must_train_each_step(
         edit_receipt(config.run_dir, in_start(step=12))
 
     monkeypatch.setattr(commands, "_repeat", repeat)
-    edit_receipt(copy, lambda contents: contents["config"]["checkpoint"].update(mirror="s3://bucket/finished"))
+    edit_receipt(
+        copy, lambda contents: contents["config"]["checkpoint"].update(mirror="s3://bucket/finished")
+    )
     with pytest.raises(RequestError, match="started at step 12 and not at step 0, so it did not train"):
         commands.verify(copy, None)
     assert made[0].checkpoint.mirror is None
@@ -408,7 +436,9 @@ def test_what_is_not_compared_is_in_the_result(copy: Path, repetition: Path) -> 
     result = compared(copy, repetition, 5)
     assert result.endswith("; the steps up to 5 are trusted; the receipt has no weights for step 5")
     edit_receipt(copy, lambda contents: contents["starts"].append(contents["starts"][0] | {"step": 6}))
-    edit_receipt(copy, lambda contents: contents["evaluations"].insert(1, contents["evaluations"][0] | {"step": 6}))
+    edit_receipt(
+        copy, lambda contents: contents["evaluations"].insert(1, contents["evaluations"][0] | {"step": 6})
+    )
     result = compared(copy, repetition)
     assert result.startswith("identical but for step 6, which a restart may have added: 3 evaluations and ")
 
@@ -418,7 +448,9 @@ def test_what_is_not_compared_is_in_the_result(copy: Path, repetition: Path) -> 
 def test_a_killed_and_resumed_run_is_identical_to_an_uninterrupted_repetition(
     tmp_path: Path, digits: Path, exact: str
 ) -> None:
-    run = job(tmp_path / "run", digits, f"run.exact={exact}", "exact.shards=6", "batch.accumulate=2", nproc=2).start()
+    run = job(
+        tmp_path / "run", digits, f"run.exact={exact}", "exact.shards=6", "batch.accumulate=2", nproc=2
+    ).start()
     run.wait_for_step(6)
     for rank in run.ranks():
         kill(rank, signal.SIGKILL)
@@ -454,4 +486,6 @@ def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path, t
     with pytest.raises(RequestError, match="has no readable receipt"):
         commands.verify(tmp_path, None)
     (tmp_path / "receipt.json").write_text("[" * 200_000)
-    assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), "as a command it is one line"
+    assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), (
+        "as a command it is one line"
+    )

@@ -291,10 +291,20 @@ def test_a_wrong_request_to_a_real_process_is_one_line(folder: Path) -> None:
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_good_request_shows_its_plan_once_and_first(folder: Path, tmp_path: Path, nproc: int) -> None:
     shutil.copytree(folder / "photos", tmp_path / "photos")
-    words = ["digits", *SMALL.split(), "data.source=folder", f"data.root={tmp_path}/photos", "train.max_steps=1"]
+    words = [
+        "digits",
+        *SMALL.split(),
+        "data.source=folder",
+        f"data.root={tmp_path}/photos",
+        "train.max_steps=1",
+    ]
     job = Job(tmp_path / "run", [*words, "run.device=cpu", "track.uri=none", "run.resume=never"], nproc=nproc)
     result = job.run()
     assert result.code == 0, result.err
     assert DONE.match(result.out)
     assert result.err.count("  learning rate ") == 1
-    assert result.err.index("a fresh start") < result.err.index("  learning rate ") < result.err.index("creating ")
+    assert (
+        result.err.index("a fresh start")
+        < result.err.index("  learning rate ")
+        < result.err.index("creating ")
+    )

@@ -38,7 +38,10 @@ def main() -> int:
         print(f"there is no {runs / 'mlflow.db'} yet: train with 'make train' first", file=sys.stderr)
         return 2
     if is_ready(port):
-        print(f"port {port} has a server already: stop it, or give another port: make ui PORT=5001", file=sys.stderr)
+        print(
+            f"port {port} has a server already: stop it, or give another port: make ui PORT=5001",
+            file=sys.stderr,
+        )
         return 2
     server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1",

@@ -39,7 +39,9 @@ class Parser(argparse.ArgumentParser):
         if "\n" not in description:
             description = textwrap.fill(description, help_width())
         # examples keep their lines
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options
+        )
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message} (see '{self.prog} --help')")
@@ -78,7 +80,13 @@ Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 
 
 def add_command(
-    commands: Commands, name: str, run: Handler, help: str, description: str = "", *examples: str, **options: Any
+    commands: Commands,
+    name: str,
+    run: Handler,
+    help: str,
+    description: str = "",
+    *examples: str,
+    **options: Any,
 ) -> Parser:
     """Add a command that `run` handles. Without a description, its help line takes that place."""
     description = description or f"{help[0].upper()}{help[1:]}."
@@ -91,7 +99,9 @@ def add_command(
 _KEYS_HELP = "'pipeline train --help' lists the keys"
 
 
-def add_recipe(parser: Parser, help: str = "name or path of a recipe", keys: str = _KEYS_HELP, **settings: Any) -> None:
+def add_recipe(
+    parser: Parser, help: str = "name or path of a recipe", keys: str = _KEYS_HELP, **settings: Any
+) -> None:
     parser.add_argument("recipe", type=path_or_uri, metavar="RECIPE", help=help, **settings)
     add_overrides(parser, keys)
 

@@ -82,7 +82,9 @@ def execute(words: Sequence[str], parser: Parser) -> int:
             _erase_live_line()
             print(result, flush=True)
         if (error := streams.output_error()) and code == errors.OK:
-            raise StorageError(f"standard output cannot be written ({error.strerror}): the result is incomplete")
+            raise StorageError(
+                f"standard output cannot be written ({error.strerror}): the result is incomplete"
+            )
         return code
     except RunError as error:
         if isinstance(error, signals.EarlyStopError) and signals.LAUNCHER_REPORTS in os.environ:
@@ -100,7 +102,9 @@ def execute(words: Sequence[str], parser: Parser) -> int:
             _print_error("interrupted: give the same command again")
         return TemporaryError.code
     except OSError as error:
-        if error.filename is None or world.is_launched():  # in a rank it is a crash: the launcher may restart it
+        if (
+            error.filename is None or world.is_launched()
+        ):  # in a rank it is a crash: the launcher may restart it
             raise
         failure = storage_outage(error.filename, error) or StorageError(f"{error.filename}: {error.strerror}")
         _print_error(str(failure))

@@ -81,7 +81,9 @@ def _recipes(_: argparse.Namespace) -> str:
 
 def _comment(recipe: Path) -> str:
     """Return the comment at the top of a recipe: what it trains, its target, data and source."""
-    lines = itertools.takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
+    lines = itertools.takewhile(
+        lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines()
+    )
     return "\n".join(f"  {line.removeprefix('# ')}" for line in lines)
 
 

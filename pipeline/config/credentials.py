@@ -16,7 +16,9 @@ _DATABASE = re.compile(r"(postgres(ql)?|mysql|mariadb|mssql|oracle)(\+\w+)?://[^
 def without_password(text: str) -> str:
     """Return `text` without the credentials of its URLs, also those in their query strings."""
     text = re.sub(_URL % r"\S", _without_userinfo, text)
-    return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|pwd|passphrase|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
+    return re.sub(
+        r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|pwd|passphrase|secret|token)[^=&\s]*=[^&\s]*&?", "", text
+    )
 
 
 def hide_credentials(value: str) -> str:
@@ -63,6 +65,8 @@ def show(value: object) -> str:
         return "auto"
     if isinstance(value, bool):
         return str(value).lower()
-    text = hide_credentials(f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value))
+    text = hide_credentials(
+        f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+    )
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()

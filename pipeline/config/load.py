@@ -103,10 +103,14 @@ def refuse_changes(before: Config, now: Config) -> None:
         if old.get(key) != new.get(key)
     ]
     if now.train.epochs < before.train.epochs:
-        changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)")
+        changed.append(
+            f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)"
+        )
     if changed:
         what = f"the run in {now.run_dir} was started"
-        or_else = f"give another {'run.dir and checkpoint.mirror' if now.checkpoint.mirror else 'run.dir'}, or "
+        or_else = (
+            f"give another {'run.dir and checkpoint.mirror' if now.checkpoint.mirror else 'run.dir'}, or "
+        )
         if now.run.resume != "auto":
             what, or_else = f"run.resume={now.run.resume} was trained", "or "
         raise RequestError(
@@ -129,7 +133,11 @@ def flatten(config: Config) -> dict[str, Any]:
     """Return the configuration as {"section.key": value}."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json", by_alias=True).items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= (
+            {f"{name}.{key}": inner for key, inner in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
     return flat
 
 
@@ -147,7 +155,9 @@ def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, 
     before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
     changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
     if changed:
-        raise RequestError(f"{', '.join(changed)} cannot be set, because {path} fixes the model", "leave model.* out")
+        raise RequestError(
+            f"{', '.join(changed)} cannot be set, because {path} fixes the model", "leave model.* out"
+        )
     return trained, now
 
 
@@ -188,7 +198,9 @@ class NoAliases(yaml.parser.Parser, yaml.composer.Composer):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="an alias (*name) is not allowed: repeat the value", problem_mark=mark)
+            raise yaml.MarkedYAMLError(
+                problem="an alias (*name) is not allowed: repeat the value", problem_mark=mark
+            )
         return super().compose_node(parent, index)
 
 
@@ -201,7 +213,9 @@ class _StringLoader(NoAliases, yaml.BaseLoader):
             if not isinstance(key.value, str):
                 raise yaml.MarkedYAMLError(problem="a key is not a string", problem_mark=key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -221,7 +235,9 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     if tree in ("", None):
         return {}
     if not isinstance(tree, dict):
-        raise RequestError(f"{origin} has no sections", "a recipe is a mapping such as 'model: {arch: resnet18}'")
+        raise RequestError(
+            f"{origin} has no sections", "a recipe is a mapping such as 'model: {arch: resnet18}'"
+        )
     return {key: {} if value == "" else value for key, value in tree.items()}
 
 
@@ -246,7 +262,9 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
 
 
 def _keys(tree: dict[str, Any]) -> set[str]:
-    return {f"{section}.{key}" for section, inside in tree.items() if isinstance(inside, dict) for key in inside}
+    return {
+        f"{section}.{key}" for section, inside in tree.items() if isinstance(inside, dict) for key in inside
+    }
 
 
 def _set_earlier_defaults(tree: dict[str, Any], stated: set[str]) -> None:

@@ -79,7 +79,9 @@ class Config(Section):
     def _check_combinations(self) -> Self:
         for is_given, problem, remedy in _CONFLICTS:
             if is_given(self):
-                raise ValueError(without_password(problem.format(c=self)), without_password(remedy.format(c=self)))
+                raise ValueError(
+                    without_password(problem.format(c=self)), without_password(remedy.format(c=self))
+                )
         return self
 
     @property
@@ -133,11 +135,15 @@ class Config(Section):
         run's folder in place of a path is refused if nothing is saved there.
         """
         words = {"auto": "", "never": " with run.resume=auto"}
-        return "the same command" + words.get(self.run.resume, f" with run.resume={shlex.quote(self.run.dir)}")
+        return "the same command" + words.get(
+            self.run.resume, f" with run.resume={shlex.quote(self.run.dir)}"
+        )
 
     def to_yaml(self) -> str:
         """Return the YAML of all keys; `from_yaml` reads it back to an equal configuration."""
-        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(
+            self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True
+        )
 
 
 _NOT_PLAIN = "needs plain DDP and does not support {c.not_plain_ddp}"

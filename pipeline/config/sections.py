@@ -303,9 +303,9 @@ class Checkpoint(Section):
 
 
 class Profile(Section):
-    steps: Annotated[tuple[Count, Count] | None, BeforeValidator(split_range), Absent, Field(examples=[[20, 24]])] = (
-        None
-    )
+    steps: Annotated[
+        tuple[Count, Count] | None, BeforeValidator(split_range), Absent, Field(examples=[[20, 24]])
+    ] = None
     """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
     written to report/ in the run's folder. none: do not profile."""
 

@@ -16,7 +16,9 @@ UNSET = ("auto", "null", "~", "")
 
 def read_as(value: object, *words: str) -> BeforeValidator:
     """Return a validator that replaces `words`, in any case, by `value`."""
-    return BeforeValidator(lambda given: value if isinstance(given, str) and given.lower() in words else given)
+    return BeforeValidator(
+        lambda given: value if isinstance(given, str) and given.lower() in words else given
+    )
 
 
 def _positive(duration: Duration) -> Duration:
@@ -100,7 +102,9 @@ DurationField = Annotated[
     PlainSerializer(str),
     WithJsonSchema({"type": "string", "format": "duration"}),
 ]
-Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})]
+Interval = Annotated[
+    DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})
+]
 """A duration after which something is repeated. Must be greater than 0: 0 is ambiguous."""
 
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -113,7 +117,9 @@ Place = Annotated[Text, AfterValidator(_normalise_path)]
 Arguments = Annotated[
     dict[str, Argument | list[Argument]],
     BeforeValidator(_parse_arguments),
-    WithJsonSchema({"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}),
+    WithJsonSchema(
+        {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
+    ),
 ]
 
 
@@ -123,8 +129,11 @@ def _allowed(words: str, **bounds: Any) -> Any:
 
 
 _MODEL_NAME = (
-    "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
+    "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow keeps the aliases latest and "
+    "v1, v2, … for itself)"
 )
-ModelName = Annotated[str, _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"), AfterValidator(_check_model_name)]
+ModelName = Annotated[
+    str, _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"), AfterValidator(_check_model_name)
+]
 ExperimentName = Annotated[Text, _allowed("up to 500 characters", max_length=500)]
 RunName = Annotated[str, _allowed("a name of letters, digits, blanks and _ . -", pattern=r"^[\w. -]+$")]

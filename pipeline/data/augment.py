@@ -81,7 +81,9 @@ def draw_crop(
     return _crop_box(height, width, options, draws), _is_flipped(draws[-1], options, seed, key)
 
 
-def _shift(picture: Picture, options: AugmentOptions, size: int, seed: int, key: SampleKey) -> tuple[Tensor, bool]:
+def _shift(
+    picture: Picture, options: AugmentOptions, size: int, seed: int, key: SampleKey
+) -> tuple[Tensor, bool]:
     """Return the image shifted by up to `options.pad` pixels, and whether it is flipped.
 
     The rest is filled by reflection, as by `functional.pad(mode="reflect")`, which takes no uint8.
@@ -136,7 +138,9 @@ def evaluation_geometry(evaluate: EvaluateOptions, options: AugmentOptions) -> t
     return size, evaluate.resize or round(size * 8 / 7)
 
 
-def _crop_box(height: int, width: int, options: AugmentOptions, draws: list[float]) -> tuple[int, int, int, int]:
+def _crop_box(
+    height: int, width: int, options: AugmentOptions, draws: list[float]
+) -> tuple[int, int, int, int]:
     """Return (top, left, height, width), as torchvision's RandomResizedCrop.get_params."""
     area = height * width
     low, high = (math.log(bound) for bound in options.ratio)
@@ -164,4 +168,6 @@ def resize_image(pixels: Tensor, height: int, width: int) -> Tensor:
         return pixels
     # a channels-last batch: as the memory is laid out that way, torch takes a third less time
     batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
-    return functional.interpolate(batch, (height, width), mode="bilinear", antialias=True, align_corners=False)[0]
+    return functional.interpolate(
+        batch, (height, width), mode="bilinear", antialias=True, align_corners=False
+    )[0]

@@ -104,7 +104,9 @@ class Picture:
         with _as_bad_image():
             data: bytes | bytearray = self.data
             upper = None
-            if self.frame.cuts and (cut := part("part of a JPEG")(self.data, self.frame, top, left, height, width)):
+            if self.frame.cuts and (
+                cut := part("part of a JPEG")(self.data, self.frame, top, left, height, width)
+            ):
                 data, top, left = cut
             elif self.frame.is_sequential and top + height < self.frame.height:
                 upper = jpeg.upper(self.data, self.frame, top + height)
@@ -228,7 +230,9 @@ def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
         grey: NDArray[np.uint8] = part("deep pixels")(image, checks_range=checks_range)
         return torch.from_numpy(grey)[None].expand(3, -1, -1)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for top in range(0, image.height, _BAND):  # not all rows at once: 80 million pixels would take 240 MB twice more
+    for top in range(
+        0, image.height, _BAND
+    ):  # not all rows at once: 80 million pixels would take 240 MB twice more
         band = image.crop((0, top, image.width, min(image.height, top + _BAND)))
         pixels[top : top + _BAND] = np.asarray(band if band.mode == "RGB" else band.convert("RGB"))
     if checks_range and is_16_bit:

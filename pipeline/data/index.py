@@ -104,14 +104,18 @@ class Split:
         return replace(self, names=np.frombuffer(b"".join(names), np.uint8), ends=ends)
 
     @classmethod
-    def from_entries(cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None) -> "Split":
+    def from_entries(
+        cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None
+    ) -> "Split":
         """Return the split of (name, size, label) entries; ids follow the sorted names in NFC."""
         entries = sorted(entries)
         if not all(name.isascii() for name, _, _ in entries):
             entries.sort(key=lambda entry: normal_path(entry[0]))
         all_sums = b""
         if sums is not None:
-            all_sums = b"".join(sums.get(name, sums.get(normal_path(name), bytes(32))) for name, _, _ in entries)
+            all_sums = b"".join(
+                sums.get(name, sums.get(normal_path(name), bytes(32))) for name, _, _ in entries
+            )
         return cls(
             np.frombuffer(b"".join(name for name, _, _ in entries), np.uint8),
             np.cumsum([len(name) for name, _, _ in entries], dtype=np.int64),
@@ -245,19 +249,27 @@ class Index:
             for dtype, count in head["arrays"]:
                 arrays.append(np.frombuffer(view, np.dtype(dtype), count, at))
                 at += arrays[-1].nbytes + (-arrays[-1].nbytes % 8)
-            classes, folders, ignored = tuple(head["classes"]), dict(head["folders"]), dict(head.get("ignored", {}))
+            classes, folders, ignored = (
+                tuple(head["classes"]),
+                dict(head["folders"]),
+                dict(head.get("ignored", {})),
+            )
             # version 0.2, which wrote no such entries, split by file and turned no image
             hold_out = HoldOut(float(head["val_split"]), head.get("split_by", "file"))
             upright = head.get("upright", False)
             is_valid = all(isinstance(name, str) and name.isprintable() for name in classes)
             is_valid &= not any(b"\0" in os.fsencode(folder) for folder in folders)
-            is_valid &= all(reason.isprintable() and isinstance(count, int) for reason, count in ignored.items())
+            is_valid &= all(
+                reason.isprintable() and isinstance(count, int) for reason, count in ignored.items()
+            )
             is_valid &= 0 <= hold_out.share < 1 and hold_out.by in ("class", "file")
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an index: {error}") from None
         if not is_valid:
             raise ValueError("a name or a number in it is not valid")
-        return cls(Split(*arrays[:6]), Split(*arrays[6:]), classes, head["sums"], folders, hold_out, upright, ignored)
+        return cls(
+            Split(*arrays[:6]), Split(*arrays[6:]), classes, head["sums"], folders, hold_out, upright, ignored
+        )
 
 
 def describe_ignored(ignored: dict[str, int]) -> str:

@@ -47,7 +47,9 @@ def frame(data: bytes) -> Frame | None:
             found = Frame(height, width, marker in SEQUENTIAL, start + 5, 0, None, ())
         elif marker == SOS:
             is_valid = found and found.height and found.width
-            return found._replace(scan=end, cuts=cuts, metadata=tuple(metadata)) if found and is_valid else None
+            return (
+                found._replace(scan=end, cuts=cuts, metadata=tuple(metadata)) if found and is_valid else None
+            )
     return None
 
 

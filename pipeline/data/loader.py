@@ -88,7 +88,9 @@ class TrainBatches:
         epoch, seed = self.plan.epoch_at(step), self.config.run.seed
         ids, views = self._draws(position)
         # a bucket reads all of these at once; a disk ignores it
-        self.images.expect(sample for ahead in (position, *following) for sample in self._draws(ahead)[0].tolist())
+        self.images.expect(
+            sample for ahead in (position, *following) for sample in self._draws(ahead)[0].tolist()
+        )
         pixels = allocate(len(ids), self.plan.image_size_at(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
         defects: list[Defect] = []
@@ -100,7 +102,9 @@ class TrainBatches:
         except OutageError as error:
             # not raised here: the ranks agree on it after the pass, and leave together
             outage = error
-        digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
+        digests = (
+            _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
+        )
         # the place of this pass in the global batch, on which the draw of a mix depends
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
         mix = draw_mix(self.config.augment, seed, step, first, len(ids))

@@ -75,7 +75,9 @@ class Order:
 
         count = self._plan.train_images
         if self._classes:
-            draws = torch.rand((2, count), generator=generator(self._seed, "balance", epoch), dtype=torch.float64)
+            draws = torch.rand(
+                (2, count), generator=generator(self._seed, "balance", epoch), dtype=torch.float64
+            )
             samples = self._classes.samples(draws.numpy())
             return samples, _occurrences(samples)
         # 18 ms for the 1.28 M images of ImageNet

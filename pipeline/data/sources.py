@@ -50,7 +50,9 @@ class FolderImages(SplitImages):
             raise access.read_error(path, error) from None
         if len(data) != expected:
             was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
-            raise UnreadableError(f"changed since it was indexed, when {was}: 'pipeline data check' updates the index")
+            raise UnreadableError(
+                f"changed since it was indexed, when {was}: 'pipeline data check' updates the index"
+            )
         return data
 
 
@@ -139,7 +141,9 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
     elif len(index.train.places):
         train, val = part("images of a pack")(Path(place), index)
     else:
-        train, val = (FolderImages(Path(place), split, upright=index.upright) for split in (index.train, index.val))
+        train, val = (
+            FolderImages(Path(place), split, upright=index.upright) for split in (index.train, index.val)
+        )
     return Source(index.size, index.digest, index.classes, train, val, index)
 
 
@@ -163,7 +167,9 @@ def _lacks_digits(config: Config) -> bool:
         return True
     except OSError as error:
         access.raise_if_outage(root, error)
-        raise RequestError(f"data.root={root} cannot be read: {error.strerror}", access.PLACE_OF_DATA) from None
+        raise RequestError(
+            f"data.root={root} cannot be read: {error.strerror}", access.PLACE_OF_DATA
+        ) from None
     return False
 
 

@@ -65,7 +65,9 @@ def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     previous: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
-            moved = batch._replace(**{name: getattr(batch, name).to(device, non_blocking=True) for name in _MOVED})
+            moved = batch._replace(
+                **{name: getattr(batch, name).to(device, non_blocking=True) for name in _MOVED}
+            )
             copied = stream.record_event()
         if previous:
             yield _ready(*previous)
@@ -84,5 +86,7 @@ def _ready(batch: Batch, copied: torch.cuda.Event) -> Batch:
     current = torch.cuda.current_stream()
     current.wait_event(copied)
     for tensor in (batch.images, batch.labels, batch.mix):
-        tensor.record_stream(current)  # else the copying stream, which owns the memory, could reuse it too early
+        tensor.record_stream(
+            current
+        )  # else the copying stream, which owns the memory, could reuse it too early
     return batch

@@ -111,7 +111,9 @@ def _receive(pipe: Connection) -> Batch:
         raise WorkersDiedError(str(error) or "its pipe was closed") from None
     with suppress(OSError):  # it may have made its last batch, and have left
         pipe.send_bytes(b"")
-    tensors = {name: torch.from_numpy(value) for name, value in fields.items() if isinstance(value, np.ndarray)}
+    tensors = {
+        name: torch.from_numpy(value) for name, value in fields.items() if isinstance(value, np.ndarray)
+    }
     return Batch(**fields | tensors | {"images": images})
 
 
@@ -122,7 +124,9 @@ def _work(maker: BatchMaker, positions: Sequence[int], prefetch: int, pipe: Conn
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     torch.set_num_threads(1)  # OpenMP's threads did not survive the fork: a parallel loop would wait for them
-    with suppress(EOFError, OSError):  # the process that trains closes the pipe only after it has killed this one
+    with suppress(
+        EOFError, OSError
+    ):  # the process that trains closes the pipe only after it has killed this one
         pipe.send("started")
         for i, position in enumerate(positions):
             # the first batches unasked, then one for each that was taken: so memory has a bound
@@ -144,7 +148,9 @@ def _send(pipe: Connection, maker: BatchMaker, position: int, following: Sequenc
         batch = maker.make_batch(position, following, allocate)
         shape = tuple(batch.images.permute(0, 2, 3, 1).shape)  # as they are in memory
         fields = batch._asdict() | {"images": None}
-        arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+        arrays = {
+            name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()
+        }
     except BaseException:
         # as text: an exception of any type could fail to be pickled, or look like a lost pipe
         pipe.send((traceback.format_exc(), ()))

@@ -51,7 +51,9 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
-def _describe(names: list[str], sums: list[list[int]], hosts: list[str], step: int, equal_at: int | None) -> str:
+def _describe(
+    names: list[str], sums: list[list[int]], hosts: list[str], step: int, equal_at: int | None
+) -> str:
     common, holders = Counter(map(tuple, sums)).most_common(1)[0]
     has_majority = 2 * holders > len(sums)
     reference = list(common) if has_majority else sums[0]

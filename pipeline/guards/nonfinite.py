@@ -94,7 +94,9 @@ class DeviceLossGuard(LossGuard):
         self._timer = timer
         self._is_bad = torch.zeros((), device=device)
         """[] float32: 1 if the loss of this step was bad in any process."""
-        self._flag = torch.zeros((), pin_memory=is_cuda)  # a copy to unpinned memory would wait for the device
+        self._flag = torch.zeros(
+            (), pin_memory=is_cuda
+        )  # a copy to unpinned memory would wait for the device
         # blocking: the host sleeps while it waits; without it, it spins, which takes a core per GPU
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
 

@@ -43,9 +43,13 @@ def build(options: Model, num_classes: int) -> nn.Module:
             raise
         given = f" with model.args={args}" if args else ""
         problem = f"{type(error).__name__}: {one_line(error)}"
-        raise RequestError(f"model.arch={arch} cannot be made{given} ({problem})", "correct its arguments") from error
+        raise RequestError(
+            f"model.arch={arch} cannot be made{given} ({problem})", "correct its arguments"
+        ) from error
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
-        raise RequestError(f"model.arch={arch} returns a {type(model).__name__}, not a torch.nn.Module with parameters")
+        raise RequestError(
+            f"model.arch={arch} returns a {type(model).__name__}, not a torch.nn.Module with parameters"
+        )
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
 
 

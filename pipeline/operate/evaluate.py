@@ -30,7 +30,10 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     terminal.log(f"validation: {result.evaluation.line}")
     recalls = result.predictions.lowest_recalls(len(source.classes), _SHOWN_RECALLS)
     shown = [f"{shorten(source.classes[label], 24)} {correct}/{images}" for label, correct, images in recalls]
-    count, balanced = result.predictions.classes_with_images, result.evaluation.describe_balanced(len(source.classes))
+    count, balanced = (
+        result.predictions.classes_with_images,
+        result.evaluation.describe_balanced(len(source.classes)),
+    )
     part = f"the lowest of {count:,} classes" if len(shown) < count else "each class"
     terminal.log(f"{balanced}, recall of {part}: {', '.join(shown)}")
     if result.evaluation.warning:

@@ -47,7 +47,9 @@ def train(
         check_numa_binding(numa_binding, nproc, here)
     folder = RunFolder(config.run_dir)
     if nproc and nproc > 1:
-        if not config.checkpoint.mirror:  # with one, rank 0 checks, once it has restored what the run has there
+        if (
+            not config.checkpoint.mirror
+        ):  # with one, rank 0 checks, once it has restored what the run has there
             check_request(config, here.resized(nproc), folder)
         folder.hold()  # if another process holds the folder, fail now and name it
         folder.release()  # rank 0 takes the lock

@@ -38,11 +38,17 @@ def freeze_imports() -> Iterator[None]:
 def check_numa_binding(mode: str, nproc: int | None, here: World) -> None:
     """Raise RequestError if torch could not bind processes: it would end in a traceback."""
     if not nproc or nproc < 2:
-        raise RequestError(f"--numa-binding {mode} is for --nproc N", "add it, or give both options to torchrun")
+        raise RequestError(
+            f"--numa-binding {mode} is for --nproc N", "add it, or give both options to torchrun"
+        )
     if not here.has_gpu:
-        raise RequestError(f"--numa-binding {mode} binds to the CPUs next to a GPU, and there is none", "leave it out")
+        raise RequestError(
+            f"--numa-binding {mode} binds to the CPUs next to a GPU, and there is none", "leave it out"
+        )
     if not shutil.which("numactl"):
-        raise RequestError(f"--numa-binding {mode} needs the program numactl", "install it, or leave the option out")
+        raise RequestError(
+            f"--numa-binding {mode} needs the program numactl", "install it, or leave the option out"
+        )
 
 
 def start_processes(
@@ -89,14 +95,20 @@ def _exit_code(failure: "ChildFailedError", advice: str) -> int:
     rank, first = failure.get_first_failure()
     if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
         return first.exitcode
-    details = first.error_file_data.get("message")  # a dict if the rank wrote it (supervision.report_to_agent)
+    details = first.error_file_data.get(
+        "message"
+    )  # a dict if the rank wrote it (supervision.report_to_agent)
     reported = details["message"] if isinstance(details, dict) else None
     # Stopped before its first step (see StopRequest). A rank that left a report had failed before
     # the agent stopped it.
     if -first.exitcode in SIGNALS and reported is None:
         print(f"pipeline: {EarlyStopError()}", file=sys.stderr)
         return TemporaryError.code
-    end = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
+    end = (
+        f"was killed by signal {-first.exitcode}"
+        if first.exitcode < 0
+        else f"exited with code {first.exitcode}"
+    )
     reason = f"rank {rank} {end}" if reported is None else reported
     print(f"pipeline: {reason}; the other ranks were stopped, {advice}", file=sys.stderr)
     return errors.CRASH

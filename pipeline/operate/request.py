@@ -29,7 +29,9 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     folder.check_writable()
     is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
-        raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images", "give another folder")
+        raise RequestError(
+            f"run.dir={config.run_dir} is data.root, the folder of the images", "give another folder"
+        )
     uri = part("tracking uri")(config, folder)
     if config.track.required:
         part("check tracker's database")(uri)
@@ -52,7 +54,9 @@ def check_device(config: Config, here: World) -> str:
         raise machine.no_gpu_error()
     has_sums_on_gpus = here.size > 1 and here.uses_gpu(config.run.device)
     if config.model.batchnorm == "sync" and here.size > 1 and not has_sums_on_gpus:
-        raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only", "use local or average")
+        raise RequestError(
+            "model.batchnorm=sync: torch synchronises batch norm on GPUs only", "use local or average"
+        )
     algorithm = os.environ.get("NCCL_ALGO") or FIXED_ORDER_ALGORITHM
     needs_fixed_order = has_sums_on_gpus and config.run.deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():

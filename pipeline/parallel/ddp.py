@@ -36,7 +36,9 @@ _LOCAL_BUFFERS: dict[str, Any] = (
 class DDPStrategy(Strategy):
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
-        self.warms_up = True  # DDP rebuilds its buckets after the first pass, in the order in which gradients arrived
+        self.warms_up = (
+            True  # DDP rebuilds its buckets after the first pass, in the order in which gradients arrived
+        )
         self._averages_buffers = config.model.batchnorm == "average"
         if config.model.batchnorm == "sync":
             synchronise_batch_norm(model)

@@ -66,12 +66,17 @@ class ExactStrategy(Strategy):
         # gradients arrive from the last layer to the first
         trained = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
         self._buckets = _fill_buckets(trained)
-        self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        self._bucket_of = {
+            id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters
+        }
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         # frozen modules are in evaluation mode, and their buffers stay bit-identical
         self._buffers = [
-            buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False)
+            buffer
+            for module in model.modules()
+            if module.training
+            for buffer in module.buffers(recurse=False)
         ]
         # running statistics are averaged; the other buffers are counters, which count one shard a
         # step
@@ -94,7 +99,9 @@ class ExactStrategy(Strategy):
             buffer.copy_(before)
         yield
         for bucket in self._buckets:
-            if bucket.arrived or (self._is_last_pass and not bucket.is_complete):  # a layer took no part in this pass
+            if bucket.arrived or (
+                self._is_last_pass and not bucket.is_complete
+            ):  # a layer took no part in this pass
                 self._add_shard(bucket)
         if self._statistics.numel():
             statistics = flatten(self._averaged)
@@ -139,7 +146,8 @@ class ExactStrategy(Strategy):
     def _add_shard(self, bucket: _Bucket) -> None:
         """Add the current shard's gradients to a bucket; in the last pass send complete buckets."""
         parts = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in bucket.parameters
         ]
         gradient = flatten(parts)
         self._overflow |= ~_within(gradient, self._max_gradient)

@@ -133,7 +133,9 @@ class Strategy:
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
             world = self.group.world
-            inductor.compile_threads = min(inductor.compile_threads or 1, max(1, world.cpus // world.local_size))
+            inductor.compile_threads = min(
+                inductor.compile_threads or 1, max(1, world.cpus // world.local_size)
+            )
         return torch.compile(module, dynamic=False, mode=compile_mode(self._options))
 
 

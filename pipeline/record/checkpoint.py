@@ -98,8 +98,12 @@ def _decode_parts(data: bytes, path: Path, parts: dict[str, Any]) -> dict[str, A
     contents = decode(data, path)
     for name, kinds in parts.items():
         is_there = name in contents and isinstance(contents[name], kinds)
-        if not is_there or (name == "classes" and not all(isinstance(label, str) for label in contents[name])):
-            raise StorageError(f"{path} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged")
+        if not is_there or (
+            name == "classes" and not all(isinstance(label, str) for label in contents[name])
+        ):
+            raise StorageError(
+                f"{path} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
+            )
     return contents
 
 

@@ -50,12 +50,16 @@ def read_verified(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise storage_outage(path, error) or StorageError(f"{path} cannot be read: {error.strerror}") from None
+        raise storage_outage(path, error) or StorageError(
+            f"{path} cannot be read: {error.strerror}"
+        ) from None
     if not data:
         raise StorageError(f"{path} is empty")
     digest, stated = hashlib.sha256(data).hexdigest(), path.name.split(".")[1]
     if not digest.startswith(stated):
-        raise StorageError(f"{path} is damaged: its SHA-256 begins {digest[:16]}, not {stated} ({len(data):,} bytes)")
+        raise StorageError(
+            f"{path} is damaged: its SHA-256 begins {digest[:16]}, not {stated} ({len(data):,} bytes)"
+        )
     return data
 
 
@@ -95,7 +99,9 @@ def find(path: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         raise StorageError(f"{path} does not exist", "give a run's folder or a file step-….pt") from None
     except OSError as error:
-        raise storage_outage(path, error) or StorageError(f"{path} cannot be read: {error.strerror}") from None
+        raise storage_outage(path, error) or StorageError(
+            f"{path} cannot be read: {error.strerror}"
+        ) from None
     if not paths:
         raise StorageError(f"{path} holds no checkpoint", "give a run's folder or a file step-….pt")
     return paths[0]

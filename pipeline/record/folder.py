@@ -40,9 +40,13 @@ class RunFolder:
         self.mirror = path / "mirror.json"
         """Identifies this folder to the lease of its mirror."""
         make_lock = part("lock")
-        self.lock: Lock = make_lock(path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir")
+        self.lock: Lock = make_lock(
+            path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir"
+        )
         sending = path / "mlflow.lock"
-        self.sender_lock: Lock = make_lock(sending, f"{sending}", "it sends the whole journal to MLflow, wait for it")
+        self.sender_lock: Lock = make_lock(
+            sending, f"{sending}", "it sends the whole journal to MLflow, wait for it"
+        )
         self._is_new = False
 
     def nearest_existing(self) -> Path:
@@ -183,7 +187,9 @@ class RunFolder:
         if error.errno in FULL:
             problem = f"run.dir={self.path} cannot be written: {error.strerror}"
             return StorageError(problem, "make room, or give another folder with run.dir=FOLDER")
-        return storage_outage(f"run.dir={self.path}", error) or self._not_writable(error.strerror or "unknown error")
+        return storage_outage(f"run.dir={self.path}", error) or self._not_writable(
+            error.strerror or "unknown error"
+        )
 
     def _not_writable(self, why: str) -> RequestError:
         problem = f"run.dir={self.path} cannot be written: {why}"

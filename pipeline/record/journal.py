@@ -131,7 +131,9 @@ class Journal:
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the finite metrics of `step` that no row has yet."""
         last = self._last_steps
-        new = {key: value for key, value in metrics.items() if last.get(key, -1) < step and math.isfinite(value)}
+        new = {
+            key: value for key, value in metrics.items() if last.get(key, -1) < step and math.isfinite(value)
+        }
         last.update(dict.fromkeys(new, step))
         new = {key: value for key, value in new.items() if self._discarded.pop((key, step), None) != value}
         if new:

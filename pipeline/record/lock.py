@@ -30,7 +30,9 @@ class Lock:
         written.
         """
         while True:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # a start that fails removes the folder that it made
+            self.path.parent.mkdir(
+                parents=True, exist_ok=True
+            )  # a start that fails removes the folder that it made
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if not try_lock(self.path, descriptor, patience_s):

@@ -33,7 +33,9 @@ class Predictions:
         """Return how many images of each class are predicted correctly, and how many it has."""
         decoded = self.labels >= 0
         correct = self.labels[decoded & (self.labels == self.predicted)]
-        return np.bincount(correct, minlength=num_classes), np.bincount(self.labels[decoded], minlength=num_classes)
+        return np.bincount(correct, minlength=num_classes), np.bincount(
+            self.labels[decoded], minlength=num_classes
+        )
 
     @property
     def classes_with_images(self) -> int:

@@ -101,7 +101,9 @@ class Evaluator:
         # their sum is what it set
         per_image = torch.zeros((4, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
-        in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
+        in_training = [
+            module for module in self._model.modules() if module.training
+        ]  # frozen modules are not
         self._model.eval()
         try:
             with torch.inference_mode(), _fixed_kernels(), autocast(device, self._precision):

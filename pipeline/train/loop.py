@@ -39,13 +39,18 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_moved: bool) -> Eval
             found = evaluate(trainer)  # None: asked to stop meanwhile, and the next start evaluates
             is_stopping = found is None
             is_best = found is not None and found.is_best
-        if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
+        if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (
+            state.step,
+            state.is_evaluated,
+        ):
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
                 save(trainer, is_last=is_stopping or state.step >= plan.last_step, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
         if is_stopping:  # all processes are here, and the step is on the disk
-            raise TemporaryError("asked to stop", f"step {state.step} is saved, the same command resumes from it")
+            raise TemporaryError(
+                "asked to stop", f"step {state.step} is saved, the same command resumes from it"
+            )
         if spent := metrics.end_of_epoch(state.step):
             for listener in trainer.records.listeners:
                 listener.measured(state.step, spent)
@@ -126,7 +131,9 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:
     """Return the sample ids of the last update in global order, and one digest over all samples."""
     trainer.state.confirm_step()  # nothing of a step whose loss is bad is recorded
-    parts = trainer.process.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
+    parts = trainer.process.group.all_gather(
+        [(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used]
+    )
     passes = [ids_and_digests for part in parts for ids_and_digests in part]
     digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
     return [sample for ids, _ in passes for sample in ids], digest

@@ -81,7 +81,10 @@ class Metrics:
         mine = self._timer.pop()
         total = self._group.all_reduce(torch.tensor([round(1e6 * mine[entry]) for entry in ENTRIES]))
         mean: Seconds = dict(zip(ENTRIES, (total / self._group.size / 1e6).tolist(), strict=True))
-        return {"time/epoch_s": sum(mean.values()), **{f"time/{entry}_s": seconds for entry, seconds in mean.items()}}
+        return {
+            "time/epoch_s": sum(mean.values()),
+            **{f"time/{entry}_s": seconds for entry, seconds in mean.items()},
+        }
 
     def _machine(self, elapsed: float) -> torch.Tensor:
         """Return [processes, 3] int64, in this rank's row: KiB, CPU ‰, KiB of GPU memory."""

@@ -30,7 +30,9 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
     if options.name == "lamb":
-        return _timm("Lamb")(groups, lr=options.lr, betas=options.betas, max_grad_norm=None)  # train.clip does that
+        return _timm("Lamb")(
+            groups, lr=options.lr, betas=options.betas, max_grad_norm=None
+        )  # train.clip does that
     if options.name == "muon":
         groups[1]["use_fallback"] = True
         return _timm("Muon")(

@@ -35,7 +35,9 @@ class ToTerminal(Listener):
         line = evaluation.line
         if evaluation.lacks_classes(num_classes):
             line += f", {evaluation.describe_balanced(num_classes)}"
-        self._terminal.log(f"validation at step {evaluation.step:,}: {line}" + (" (best)" if result.is_best else ""))
+        self._terminal.log(
+            f"validation at step {evaluation.step:,}: {line}" + (" (best)" if result.is_best else "")
+        )
         if evaluation.warning:
             self._terminal.log(evaluation.warning)
 
@@ -43,7 +45,9 @@ class ToTerminal(Listener):
         plan, step, metrics = self._plan, update.step, update.metrics
         epochs = math.ceil(plan.last_step / plan.steps_per_epoch)
         seconds_left = (plan.last_step - step) * metrics["time/step_ms"] / 1000
-        peak_mib = max((value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")), default=0)
+        peak_mib = max(
+            (value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")), default=0
+        )
         parts = [
             f"{step / plan.last_step:4.0%}",
             f"epoch {update.epoch + 1}/{epochs}",

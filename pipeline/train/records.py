@@ -216,7 +216,9 @@ def _identity(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _prepare_folder(job: Job, state: TrainState, resumed_from: Path | None, log: Callable[[str], None]) -> None:
+def _prepare_folder(
+    job: Job, state: TrainState, resumed_from: Path | None, log: Callable[[str], None]
+) -> None:
     """Set aside what this start replaces, and write what it was asked for. Raises OSError."""
     folder = job.folder
     prepare_folder(resumed_from, state.best_step, folder, log)

@@ -33,7 +33,9 @@ class VerifiedCheckpoint:
     contents: dict[str, Any]
 
 
-def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> VerifiedCheckpoint | None:
+def find(
+    config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]
+) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
     1. run.resume=never: a fresh start (an earlier run is set aside once all checks have passed).
@@ -75,7 +77,9 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     return VerifiedCheckpoint(path, data, contents)
 
 
-def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]) -> None:
+def prepare_folder(
+    used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]
+) -> None:
     """Prepare the folder to continue from `used`: set newer checkpoints aside.
 
     If `used` is in another folder, copy it and the best, so that this folder can be resumed at
@@ -116,7 +120,9 @@ def resume(
         processes = "processes" if group.size > 1 else "process"
         weights = "the weights stay those of an unchanged run (run.exact)"
         if not config.run.exact:
-            weights = "the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
+            weights = (
+                "the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
+            )
         log(
             f"resuming with {group.size} {processes} instead of {contents['world']}: the samples and their order stay"
             f" the same, and {weights}"
@@ -140,7 +146,9 @@ def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     try:
         path = find_checkpoint(Path(text))
     except StorageError as error:
-        raise RequestError(f"run.resume={text} is not allowed", f"auto | never | a checkpoint ({error})") from None
+        raise RequestError(
+            f"run.resume={text} is not allowed", f"auto | never | a checkpoint ({error})"
+        ) from None
     if Path(text).is_dir():
         newest = newest_verified(path.parent, log)
         assert newest is not None

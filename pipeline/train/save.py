@@ -26,7 +26,12 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         writer.wait()  # for the save before this one: there is one at a time
     group.raise_together(_refusal(trainer, writer, step))
     best = state.best_step
-    is_lost = writer is not None and best is not None and best != step and job.folder.checkpoint_of_step(best) is None
+    is_lost = (
+        writer is not None
+        and best is not None
+        and best != step
+        and job.folder.checkpoint_of_step(best) is None
+    )
     if any(group.any_rank(is_lost)):
         trainer.process.terminal.log(
             f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
@@ -35,12 +40,16 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         state.forget_best()
     if warning := state.strategy.precision_warning():
         trainer.process.terminal.log(warning)
-    contents = state.to_dict(group.all_reduce(state.totals))  # all processes: a sharded state is gathered here
+    contents = state.to_dict(
+        group.all_reduce(state.totals)
+    )  # all processes: a sharded state is gathered here
     if writer:
         patience_s = min(LAST_SAVE_S, job.config.run.timeout / 2) if is_last and not is_stopping else 0
         epoch = job.plan.epoch_at(step)
         # returns once the tensors are on the host: a thread writes the file while training goes on
-        writer.save({**contents, **trainer.records.identity, "epoch": epoch}, step, state.best_step, patience_s)
+        writer.save(
+            {**contents, **trainer.records.identity, "epoch": epoch}, step, state.best_step, patience_s
+        )
         if is_last:
             writer.wait()
     group.raise_together(_last_failure(trainer, writer, step, is_stopping=is_stopping) if is_last else None)
@@ -49,7 +58,9 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
 def _refusal(trainer: Trainer, writer: CheckpointWriter | None, step: int) -> RunError | None:
     """Return why this process cannot go on to save, or None."""
     if not all_finite(trainer.state.model.state_dict().values()):
-        return NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
+        return NotFiniteError(
+            f"weights are not finite at step {step}: not saved; the earlier checkpoints are good"
+        )
     if writer and writer.should_give_up:
         limit = f"{MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
         failure = StorageError(f"saves failed {limit}, step {step} is lost", "free disk space")
@@ -67,7 +78,8 @@ def _last_failure(
         return _removed(trainer, step)
     if is_stopping:
         return TemporaryError(
-            "asked to stop", f"step {step} could not be saved, the same command resumes from the newest checkpoint"
+            "asked to stop",
+            f"step {step} could not be saved, the same command resumes from the newest checkpoint",
         )
     return StorageError(f"the last checkpoint, of step {step}, could not be saved", "free disk space")
 

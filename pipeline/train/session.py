@@ -200,7 +200,9 @@ class Session:
             is_recorded = group.is_main and final_status(self._folder.journal) == "FINISHED"
             if not (is_recorded and groups.is_peer_failure(error)):
                 raise
-            self._terminal.log("another process was lost after the last step: the run is finished all the same")
+            self._terminal.log(
+                "another process was lost after the last step: the run is finished all the same"
+            )
         for listener in trainer.records.listeners:  # the other ranks leave meanwhile, and free their GPUs
             listener.closed(end)
         if trainer.records.listeners:
@@ -219,9 +221,13 @@ class Session:
         (is_unrecorded,) = group.any_rank(group.is_main and final_status(folder.journal) != "FINISHED")
         if state.step < job.plan.last_step or not state.is_evaluated or is_unrecorded:
             return False
-        self._terminal.log(f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}")
+        self._terminal.log(
+            f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}"
+        )
         if group.is_main:
-            part("receipt")(folder, self._terminal.log).write()  # the earlier start may have been killed before it did
+            part("receipt")(
+                folder, self._terminal.log
+            ).write()  # the earlier start may have been killed before it did
         return True
 
     @contextmanager

@@ -172,4 +172,6 @@ class TrainState:
         return self._digest_and_checksums()[0]
 
     def _digest_and_checksums(self) -> tuple[str, str]:
-        return digest_and_checksums(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
+        return digest_and_checksums(
+            self.strategy.full_state({"model": self.eval_model.state_dict()})["model"]
+        )

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine import docker
-from harness import SMALL, Job, assert_each_sample_once, children, command_line, environment, kill, read_rows, variable
+from harness import (
+    SMALL,
+    Job,
+    assert_each_sample_once,
+    children,
+    command_line,
+    environment,
+    kill,
+    read_rows,
+    variable,
+)
 
 from faults.pods import Pods, rendered
 from pipeline.addons.deploy.rehearse import LABEL
@@ -103,7 +113,9 @@ class Processes(Cluster):
     }
 
     def __init__(self, folder: Path, digits: Path, world: int, *words: str) -> None:
-        self.run = Job(folder, ["digits", f"data.root={digits}", *WORDS, "data.workers=2", *words], nproc=world)
+        self.run = Job(
+            folder, ["digits", f"data.root={digits}", *WORDS, "data.workers=2", *words], nproc=world
+        )
 
     def start(self) -> None:
         self.run.start()
@@ -227,13 +239,22 @@ class Containers(Cluster):
         if kind == "one rank":
             node = self._container(draw.randrange(self._nodes))
             pids = [int(line.split()[0]) for line in docker("top", node, "-eo", "pid").splitlines()[1:]]
-            kill(next(pid for pid in pids if variable(pid, "RANK") and "multiprocessing" not in command_line(pid)), 9)
+            kill(
+                next(
+                    pid
+                    for pid in pids
+                    if variable(pid, "RANK") and "multiprocessing" not in command_line(pid)
+                ),
+                9,
+            )
         else:
             docker("kill", self._container(0 if kind == "node 0" else draw.randrange(1, self._nodes)))
 
     def cut(self, seconds: float, draw: random.Random) -> None:
         node = self._container(draw.randrange(self._nodes))
-        link = ["{{range $name, $_ := .NetworkSettings.Networks}}{{$name}} {{.IPAddress}} {{index .Aliases 0}}{{end}}"]
+        link = [
+            "{{range $name, $_ := .NetworkSettings.Networks}}{{$name}} {{.IPAddress}} {{index .Aliases 0}}{{end}}"
+        ]
         network, address, alias = docker("inspect", "--format", *link, node).split()
         docker("network", "disconnect", network, node)
         time.sleep(seconds)
@@ -247,7 +268,9 @@ class Containers(Cluster):
         if self._process:
             self._process.terminate()
             self._process.wait(60)
-            copy = self._output.with_suffix(".copy")  # tests compare with these files after the volume is removed
+            copy = self._output.with_suffix(
+                ".copy"
+            )  # tests compare with these files after the volume is removed
             shutil.copytree(self.run.folder, copy)
             self.run.folder = copy
         docker("volume", "rm", "--force", self._volume)
@@ -262,7 +285,9 @@ class Containers(Cluster):
 
 def done_line(run: Job) -> str:
     """Return the `done` line that the journal of a finished run keeps."""
-    (line,) = {row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"}
+    (line,) = {
+        row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"
+    }
     return str(line)
 
 

@@ -37,7 +37,9 @@ GUARDS = (
         "pipeline/files.py",
         "            acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
-        ("tests/faults/test_stops.py::test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder",),
+        (
+            "tests/faults/test_stops.py::test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder",
+        ),
     ),
     Guard(
         "processes end with their parent",
@@ -72,7 +74,9 @@ GUARDS = (
         "pipeline/record/checkpoint.py",
         "                os.fsync(file.fileno())\n",
         "",
-        ("tests/test_checkpoint.py::test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_last",),
+        (
+            "tests/test_checkpoint.py::test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_last",
+        ),
     ),
 )
 
@@ -82,7 +86,9 @@ def main() -> int:
     for guard in GUARDS:
         with tempfile.TemporaryDirectory(prefix="guards-") as folder:
             tree = Path(folder, "tree")
-            shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.pyc"))
+            shutil.copytree(
+                ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.pyc")
+            )
             source = tree / guard.file
             text = source.read_text()
             assert text.count(guard.line) == 1, f"{guard.file} must contain {guard.line!r} exactly once"
@@ -92,7 +98,12 @@ def main() -> int:
                 cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False,
             )  # fmt: skip
         failed = [line for line in tests.stdout.splitlines() if line.startswith("FAILED")]
-        print(f"without {guard.name}:", *(failed or ["NOTHING FAILS", tests.stdout[-2000:]]), sep="\n  ", flush=True)
+        print(
+            f"without {guard.name}:",
+            *(failed or ["NOTHING FAILS", tests.stdout[-2000:]]),
+            sep="\n  ",
+            flush=True,
+        )
         if not failed:
             untested.append(guard.name)
     print(f"{len(GUARDS) - len(untested)} of {len(GUARDS)} guards have a test that fails without them")

@@ -43,14 +43,20 @@ _NOTES = pytest.StashKey[Notes]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
-    group.addoption("--faults", choices=("once", "ci", "long"), default="once", help="how often to inject each fault")
-    group.addoption("--seed", type=int, default=0, help="first seed, from which the instants of the faults are drawn")
+    group.addoption(
+        "--faults", choices=("once", "ci", "long"), default="once", help="how often to inject each fault"
+    )
+    group.addoption(
+        "--seed", type=int, default=0, help="first seed, from which the instants of the faults are drawn"
+    )
     group.addoption("--ledger", type=Path, help="append results to this file; skip tests that passed in it")
     group.addoption("--report", type=Path, help="write the report of the ledger to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(*rows, ci, long): injects these faults, this many times with --faults")
+    config.addinivalue_line(
+        "markers", "fault(*rows, ci, long): injects these faults, this many times with --faults"
+    )
     if config.getoption("--ledger"):
         config.pluginmanager.register(_Ledger(config))
 
@@ -82,10 +88,14 @@ class _Ledger:
     def __init__(self, config: pytest.Config) -> None:
         self._path: Path = config.getoption("--ledger")
         self._report: Path | None = config.getoption("--report")
-        self._is_worker = hasattr(config, "workerinput")  # an xdist worker: only the controller writes the ledger
+        self._is_worker = hasattr(
+            config, "workerinput"
+        )  # an xdist worker: only the controller writes the ledger
         self._mode: str = config.getoption("--faults")
         folders = ("pipeline", "tests")
-        self._code = _git("rev-parse", *(f"HEAD:{name}" for name in folders)) + _git("status", "--porcelain", *folders)
+        self._code = _git("rev-parse", *(f"HEAD:{name}" for name in folders)) + _git(
+            "status", "--porcelain", *folders
+        )
         self._commit = _git("rev-parse", "--short", "HEAD")
 
     @pytest.hookimpl(trylast=True)
@@ -129,15 +139,23 @@ def _report(results: list[dict[str, Any]]) -> str:
         of_row = [result for result in results if name in result["faults"]]
         passed = sum(len(result["faults"][name]) for result in of_row if result["passed"])
         count = sum(len(result["faults"][name]) for result in of_row)
-        seconds = [s for result in of_row if result["passed"] for s in result["faults"][name] if s is not None]
+        seconds = [
+            s for result in of_row if result["passed"] for s in result["faults"][name] if s is not None
+        ]
         time_taken = f"{statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else ""
-        files = "<br>".join(f"`{file}`" for file in sorted({result["test"].partition("::")[0] for result in of_row}))
+        files = "<br>".join(
+            f"`{file}`" for file in sorted({result["test"].partition("::")[0] for result in of_row})
+        )
         rate = f"{passed:,} of {count:,}" if count else "not run"
         table.append(f"| {name} | {row.injected} | {row.promised} | {rate} | {time_taken} | {files} |")
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     dates = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
     days = f"{min(dates)} to {max(dates)}" if dates else "never"
-    commands = {"once": "`make test`", "ci": "`make faults-ci` (three tests at a time)", "long": "`make faults`"}
+    commands = {
+        "once": "`make test`",
+        "ci": "`make faults-ci` (three tests at a time)",
+        "long": "`make faults`",
+    }
     modes = ", ".join(dict.fromkeys(commands[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
     return "\n".join(
@@ -168,10 +186,13 @@ def _wrap(text: str) -> str:
 def _machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
     )
     return f"{len(os.sched_getaffinity(0))} CPUs ({model})"
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
+    ).stdout.strip()

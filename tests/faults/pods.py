@@ -46,7 +46,9 @@ def missing() -> str | None:
     absent = [name for name in ("ip", "unshare", "tini") if not shutil.which(name)]
     if absent:
         return f"not installed: {', '.join(absent)}"
-    trial = subprocess.run(["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True, text=True, check=False)
+    trial = subprocess.run(
+        ["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True, text=True, check=False
+    )
     if trial.returncode:
         return f"no network namespace can be made here: {trial.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", f"{PREFIX}-try"], check=True)
@@ -87,7 +89,11 @@ class Pod:
         """Send SIGTERM to process 1 of the running container, as the kubelet does."""
         while self._process and self._process.poll() is None:
             for pid in children(self._process.pid):
-                if command_line(pid).partition(" ")[0] not in ("unshare", "sh", ""):  # it has not replaced itself yet
+                if command_line(pid).partition(" ")[0] not in (
+                    "unshare",
+                    "sh",
+                    "",
+                ):  # it has not replaced itself yet
                     kill(pid, signal.SIGTERM)
                     return
             time.sleep(0.01)
@@ -139,8 +145,15 @@ class Pod:
         # the kernel would report "no route to host" when the pod does not answer ARP.
         neighbours = [f"neigh add {address} lladdr {mac} nud permanent dev eth0"
                       for address, mac in map(_address, range(_ADDRESSES))]  # fmt: skip
-        commands = [f"address add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up", *neighbours]
-        subprocess.run(["ip", "-n", self.namespace, "-batch", "-"], input="\n".join(commands), text=True, check=True)
+        commands = [
+            f"address add {self.address}/24 dev eth0",
+            "link set eth0 up",
+            "link set lo up",
+            *neighbours,
+        ]
+        subprocess.run(
+            ["ip", "-n", self.namespace, "-batch", "-"], input="\n".join(commands), text=True, check=True
+        )
         self.hosts.parent.mkdir(parents=True, exist_ok=True)
         self.hosts.touch()
 
@@ -203,7 +216,9 @@ class Pods:
         self._relay: Relay | None = None
         self.job, self.config, self.folder = one(documents, "Job", "trainer"), settings(documents), folder
         self.spec = self.job["spec"]
-        assert self.spec["podReplacementPolicy"] == "Failed", "this controller replaces no pod that still terminates"
+        assert self.spec["podReplacementPolicy"] == "Failed", (
+            "this controller replaces no pod that still terminates"
+        )
         self.nodes = int(self.spec["completions"])
         self.run = Job(folder / self.config["RUN_DIR"].lstrip("/"), [])  # reads the run's files
         self.failures: list[tuple[int, int | None]] = []
@@ -222,7 +237,9 @@ class Pods:
         self.run.folder.parent.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> "Pods":
-        _ip("netns", "add", SWITCH)  # the switch has a namespace, too, so that this machine's firewall does not apply
+        _ip(
+            "netns", "add", SWITCH
+        )  # the switch has a namespace, too, so that this machine's firewall does not apply
         _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         _ip("-n", SWITCH, "link", "set", "bridge", "up")
         if self._server:
@@ -270,11 +287,16 @@ class Pods:
             living = [pod for pod in self._current.values() if not pod.has_ended.is_set()]
             named = [pod for pod in living if pod.index not in self._nameless]
             for pod in self._all:
-                own = f"{pod.address} {pod.name} {pod.name.partition('.')[0]}"  # always known to the pod itself
+                own = (
+                    f"{pod.address} {pod.name} {pod.name.partition('.')[0]}"  # always known to the pod itself
+                )
                 others = [f"{other.address} {other.name}" for other in named if other.index != pod.index]
                 # No MLflow server listens there: the tests read the journal.
                 text = "\n".join(["127.0.0.1 localhost", "127.0.0.1 mlflow", self._store, own, *others, ""])
-                with contextlib.suppress(FileNotFoundError), open(pod.hosts, "r+") as file:  # in place: it is mounted
+                with (
+                    contextlib.suppress(FileNotFoundError),
+                    open(pod.hosts, "r+") as file,
+                ):  # in place: it is mounted
                     file.write(text)
                     file.truncate()
 
@@ -402,12 +424,26 @@ class Pods:
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "HOME": str(self.folder),
             "MLFLOW_DISABLE_TELEMETRY": "true",
-            "PIPELINE_FINISHED": str(self.folder / f"{pod.namespace}-finished"),  # in a cluster in the pod's own /tmp
+            "PIPELINE_FINISHED": str(
+                self.folder / f"{pod.namespace}-finished"
+            ),  # in a cluster in the pod's own /tmp
         }
-        namespaces = ["ip", "netns", "exec", pod.namespace, "unshare", "--uts", "--pid", "--fork", "--kill-child"]
+        namespaces = [
+            "ip",
+            "netns",
+            "exec",
+            pod.namespace,
+            "unshare",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+        ]
         set_name = ["--mount-proc", "sh", "-c", 'hostname "$0"; exec "$@"', pod.name.partition(".")[0]]
         command = [*namespaces, *set_name, *words]
-        return subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=self.folder, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=env, cwd=self.folder, start_new_session=True
+        )
 
     # The Job controller
 
@@ -517,7 +553,9 @@ def _indexes(text: str) -> Iterator[int]:
 def _matches(codes: Document, pod: Pod) -> bool:
     """Return True if a rule's `onExitCodes` matches a failed pod."""
     is_container = codes.get("containerName", pod.container) == pod.container
-    return is_container and pod.code is not None and (pod.code in codes["values"]) == (codes["operator"] == "In")
+    return (
+        is_container and pod.code is not None and (pod.code in codes["values"]) == (codes["operator"] == "In")
+    )
 
 
 def _address(number: int) -> tuple[str, str]:

@@ -16,7 +16,14 @@ LIMIT = 8
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 3, **env: str) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=100", "data.workers=0", f"run.timeout={LIMIT}"]
+    words = [
+        "digits",
+        f"data.root={digits}",
+        *SMALL,
+        "train.epochs=100",
+        "data.workers=0",
+        f"run.timeout={LIMIT}",
+    ]
     return Job(folder, [*words, *more], nproc=nproc, env=env)
 
 
@@ -36,7 +43,9 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: 
 
 
 @pytest.mark.full
-def test_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(tmp_path: Path, digits: Path) -> None:
+def test_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(
+    tmp_path: Path, digits: Path
+) -> None:
     run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
     run.wait_for_step(5)
     assert run.process
@@ -87,7 +96,9 @@ def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, 
         "    nonfinite.make_loss_guard = make_loss_guard\n"
     )
     words = ("checkpoint.every=5 steps", "run.timeout=60")
-    run = job(tmp_path / "run", digits, *words, nproc=2, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    run = job(
+        tmp_path / "run", digits, *words, nproc=2, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    )
     run.start().wait_for_step(14)
     time.sleep(1)
     assert run.process
@@ -110,7 +121,9 @@ def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, 
 
 @pytest.mark.fault("A6", ci=1, long=10)
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
-def test_the_first_error_is_the_last_line_with_rank_step_and_samples(tmp_path: Path, digits: Path, rank: int) -> None:
+def test_the_first_error_is_the_last_line_with_rank_step_and_samples(
+    tmp_path: Path, digits: Path, rank: int
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         f"if os.environ.get('RANK') == '{rank}':\n"

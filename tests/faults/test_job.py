@@ -44,7 +44,9 @@ def test_a_permanent_network_cut_ends_both_sides(tmp_path: Path, digits: Path) -
          marks=pytest.mark.full,
      )],
 )  # fmt: skip
-def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path, given: str, edited: str, says: str) -> None:
+def test_a_wrong_recipe_fails_the_job_at_once(
+    tmp_path: Path, digits: Path, given: str, edited: str, says: str
+) -> None:
     # `render` refuses these words, so somebody has edited the manifests
     wrong = [json.loads(json.dumps(document).replace(given, edited)) for document in rendered(digits, *WORDS)]
     with Pods(wrong, tmp_path / "wrong") as pods:
@@ -89,7 +91,9 @@ def test_a_second_job_in_the_same_run_folder_is_refused(tmp_path: Path, digits: 
         recipe = pods.folder / "recipe/recipe.yaml"
         container = pods.job["spec"]["template"]["spec"]["containers"][0]
         overrides = [word for word in request_of(container)[1:] if not word.startswith("run.dir")]
-        second = pipeline("train", str(recipe), *overrides, "batch.accumulate=1", f"run.dir={pods.run.folder}")
+        second = pipeline(
+            "train", str(recipe), *overrides, "batch.accumulate=1", f"run.dir={pods.run.folder}"
+        )
         assert second.code == 75
         assert "is held by process" in second.error
         for pod in (0, 1):
@@ -99,12 +103,16 @@ def test_a_second_job_in_the_same_run_folder_is_refused(tmp_path: Path, digits: 
 
 @pytest.mark.full
 @pytest.mark.fault("L3", ci=1, long=5)
-def test_node_0_lost_after_the_last_step_does_not_keep_the_job_from_completing(tmp_path: Path, digits: Path) -> None:
+def test_node_0_lost_after_the_last_step_does_not_keep_the_job_from_completing(
+    tmp_path: Path, digits: Path
+) -> None:
     """Pod 1 may have succeeded for good: the preflight of the new pod 0 finds the finished run."""
     with Pods(rendered(digits, *WORDS, "train.max_steps=6"), tmp_path / "end") as pods:
         end = pods.start_and_watch(300)
         journal = pods.run.folder / "journal.jsonl"
-        pods.wait_until(lambda: any(row.get("status") == "FINISHED" for row in read_rows(journal)), "end of rank 0")
+        pods.wait_until(
+            lambda: any(row.get("status") == "FINISHED" for row in read_rows(journal)), "end of rank 0"
+        )
         pods[0].kill()
         assert end() == 0, pods.logs()
         log = (pods.folder / "pod-0.log").read_text()

@@ -24,7 +24,10 @@ Make = Callable[[Path], Cluster]
 
 Uninterrupted = Callable[[str, Make], Job]
 
-QUICK = {2: ("one rank", "launcher"), 3: ("all ranks", "inside a save", "loader worker")}  # each once in `make test`
+QUICK = {
+    2: ("one rank", "launcher"),
+    3: ("all ranks", "inside a save", "loader worker"),
+}  # each once in `make test`
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +48,17 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=1, long=15)
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, world: int, seed: int, full: bool, notes: Notes
+    tmp_path: Path,
+    digits: Path,
+    uninterrupted: Uninterrupted,
+    world: int,
+    seed: int,
+    full: bool,
+    notes: Notes,
 ) -> None:
-    tracked = world == 2 and seed == 0  # in the other cases the journal, from which MLflow gets its data, is enough
+    tracked = (
+        world == 2 and seed == 0
+    )  # in the other cases the journal, from which MLflow gets its data, is enough
 
     def make(folder: Path, tracked: bool = world == 2) -> Cluster:
         uri = f"sqlite:///{folder.parent}/{folder.name}.db" if tracked else "none"
@@ -75,7 +86,13 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
         f"import subprocess\nwith open('err', 'w') as err:\n    subprocess.Popen({command}, stderr=err)\n"
     )
     (tmp_path / "start").write_text(f"{sys.executable} agent\ntouch left\nexec sleep 60\n")
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "1"}
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "TORCHELASTIC_RUN_ID": "1",
+    }
     container = subprocess.Popen(
         [*namespace, "sh", "start"], cwd=tmp_path, env=environment(**rank), start_new_session=True
     )
@@ -102,11 +119,15 @@ def test_lost_pods_are_replaced_and_end_with_the_same_bits(
     pytestconfig: pytest.Config,
 ) -> None:  # fmt: skip
     kinds = list(Namespaces.kinds) if full else ["node 0"]
-    if pytestconfig.getoption("--faults") == "ci":  # each once; with three nodes those that leave several alive
+    if (
+        pytestconfig.getoption("--faults") == "ci"
+    ):  # each once; with three nodes those that leave several alive
         kinds = ["one rank", "node 0"] if nodes == 2 else ["another node", "cut"]
 
     def make(folder: Path) -> Cluster:
-        return Namespaces(folder, digits, nodes, "train.epochs=100", f"train.max_steps={16 + 16 * len(kinds)}")
+        return Namespaces(
+            folder, digits, nodes, "train.epochs=100", f"train.max_steps={16 + 16 * len(kinds)}"
+        )
 
     draw = random.Random(1000 * nodes + seed)
     expected = uninterrupted(f"pods {nodes}", make)
@@ -131,7 +152,9 @@ def test_lost_containers_are_replaced_and_end_with_the_same_bits(
 
 @pytest.mark.full
 @pytest.mark.fault("F2")
-def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(tmp_path: Path, digits: Path) -> None:
+def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
+    tmp_path: Path, digits: Path
+) -> None:
     words = ["digits", f"data.root={digits}", *SMALL]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"])
     assert first.run_in_forks().code == 0
@@ -219,7 +242,9 @@ def test_a_run_killed_in_the_save_after_sigterm_resumes_from_the_previous_checkp
         assert_same(run, expected)
 
 
-def _assert_survives(cluster: Cluster, expected: Job, kinds: list[str], draw: random.Random, notes: Notes) -> None:
+def _assert_survives(
+    cluster: Cluster, expected: Job, kinds: list[str], draw: random.Random, notes: Notes
+) -> None:
     """Inject each kind at instants spread over the run; assert that it ends as `expected`."""
     share = expected.step() // (len(kinds) + 1)
     cluster.start()
@@ -242,6 +267,8 @@ def _mlflow_history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     (tracked,) = client.search_runs([experiment.experiment_id])
     keys = [key for key in tracked.data.metrics if key.startswith(("train/", "val/"))]
     return tracked.info.status, {
-        key: sorted((point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, key))
+        key: sorted(
+            (point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, key)
+        )
         for key in keys
     }

@@ -44,7 +44,9 @@ def test_a_frozen_node_is_replaced_and_writes_nothing_when_it_thaws(
         time.sleep(draw.uniform(0, 0.3))
         survivors = pods[1 - node].trainers()
         old = pods.freeze(node)
-        seconds = pods.wait_until(lambda: not {*survivors} & {*pods[1 - node].trainers()}, "end of the other ranks", 75)
+        seconds = pods.wait_until(
+            lambda: not {*survivors} & {*pods[1 - node].trainers()}, "end of the other ranks", 75
+        )
         notes.note("L1", seconds=seconds)
         pods.replace_lost(node)
         if thaws_early := seed % 2 == 1:
@@ -104,7 +106,9 @@ def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
 
 @pytest.mark.long
 @pytest.mark.fault("L3")
-def test_without_a_success_policy_the_replacement_of_a_lost_peer_looks_for_node_0(tmp_path: Path, digits: Path) -> None:
+def test_without_a_success_policy_the_replacement_of_a_lost_peer_looks_for_node_0(
+    tmp_path: Path, digits: Path
+) -> None:
     with Pods(manifests(digits), tmp_path / "job") as pods:
         del pods.spec["successPolicy"]
         pods.start_and_watch(600)

@@ -22,7 +22,9 @@ EVERY = 6  # steps between evaluations, which take long here: 45 batches
 MAX_TRIES = 8
 PHASES = ("validation", "save", "first step")
 INSTANTS = list(product(PHASES, (signal.SIGKILL, signal.SIGTERM)))
-QUICK = [("validation", signal.SIGTERM)]  # the next start begins with that validation, before any training step
+QUICK = [
+    ("validation", signal.SIGTERM)
+]  # the next start begins with that validation, before any training step
 
 
 def job(folder: Path, digits: Path, parallel: str) -> Job:

@@ -132,7 +132,9 @@ def test_a_signal_to_the_launcher_before_the_first_step_prints_one_line(
         run.wait_gone(1)
 
 
-def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(tmp_path: Path, digits: Path, seed: int) -> None:
+def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
+    tmp_path: Path, digits: Path, seed: int
+) -> None:
     """Stop a start while it reads its checkpoint, and at other instants.
 
     There, the exception that a handler raised became "is not a checkpoint", exit code 4.
@@ -188,7 +190,9 @@ def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, dig
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, nproc: int) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=0", f"track.uri=sqlite:///{tmp_path}/mlflow.db", nproc=nproc)
+    run = job(
+        tmp_path / "run", digits, "data.workers=0", f"track.uri=sqlite:///{tmp_path}/mlflow.db", nproc=nproc
+    )
     run.start().wait_for_step(2)
     (sender,) = (pid for pid in run.processes() if " sync " in command_line(pid))
     run.wait_until(lambda: has_signal(sender, "SigIgn", signal.SIGHUP), "sender that outlives a terminal")
@@ -208,7 +212,9 @@ def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, 
 def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, digits: Path, end: str) -> None:
     every = "2 steps" if end == "saves" else "1000 steps"
     words = (f"checkpoint.every={every}", "data.workers=0", "train.epochs=100")
-    run = job(tmp_path / "run", digits, *words, f"train.max_steps={40 if end == 'last step' else 2000}", nproc=1)
+    run = job(
+        tmp_path / "run", digits, *words, f"train.max_steps={40 if end == 'last step' else 2000}", nproc=1
+    )
     run.start().wait_for_step(3)
     run.folder.rename(tmp_path / "elsewhere")
     assert run.process
@@ -269,7 +275,9 @@ def test_a_stop_cuts_neither_slow_steps_nor_saves_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("A8")
-def test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder(tmp_path: Path, digits: Path) -> None:
+def test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder(
+    tmp_path: Path, digits: Path
+) -> None:
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):

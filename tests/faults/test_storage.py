@@ -60,7 +60,9 @@ def uninterrupted(observed: tuple[Job, int]) -> Job:
 
 @pytest.mark.full
 @pytest.mark.fault("C5")
-def test_the_disk_holds_no_more_than_the_kept_checkpoints_and_one_temporary_file(observed: tuple[Job, int]) -> None:
+def test_the_disk_holds_no_more_than_the_kept_checkpoints_and_one_temporary_file(
+    observed: tuple[Job, int],
+) -> None:
     assert 2 <= observed[1] <= 2 + 1 + 1  # the newest two, the best, a temporary file
 
 
@@ -93,7 +95,9 @@ def test_a_run_survives_a_full_disk_if_space_is_freed_and_otherwise_exits_4(
     second = job(small_disk / "second", digits)
     subprocess.run(["rm", "-r", str(run.folder)], check=True)
     second.start()
-    second.wait_until(lambda: second.log().count("No space left on device") > 5, "more failed saves than five")
+    second.wait_until(
+        lambda: second.log().count("No space left on device") > 5, "more failed saves than five"
+    )
     resize(4)
     result = second.wait()
     assert result.out == uninterrupted.output()
@@ -104,7 +108,9 @@ def test_a_run_survives_a_full_disk_if_space_is_freed_and_otherwise_exits_4(
 @pytest.mark.fault("C1")
 def test_a_failure_that_a_full_disk_does_not_keep_is_not_promised(small_disk: Path, digits: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=32m", str(small_disk)], check=True)
-    run = job(small_disk / "run", digits, "train.max_steps=30", "checkpoint.every=1000 steps", "run.timeout=12")
+    run = job(
+        small_disk / "run", digits, "train.max_steps=30", "checkpoint.every=1000 steps", "run.timeout=12"
+    )
 
     def fill_disk() -> None:
         with open(small_disk / "filler", "wb", buffering=0) as filler, suppress(OSError):
@@ -141,8 +147,12 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_seconds(small_disk: P
 
 
 @pytest.mark.fault("C1")
-@pytest.mark.parametrize("pages", [0, 1], ids=["none for the lock", "one for the lock, none for what follows"])
-def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(small_disk: Path, digits: Path, pages: int) -> None:
+@pytest.mark.parametrize(
+    "pages", [0, 1], ids=["none for the lock", "one for the lock, none for what follows"]
+)
+def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(
+    small_disk: Path, digits: Path, pages: int
+) -> None:
     (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
     words = job(small_disk / "run", digits).arguments
     result = pipeline("train", *words, f"run.dir={small_disk / 'run'}", "--nproc", "2", timeout=100)
@@ -163,7 +173,9 @@ def test_a_full_dev_shm_stops_no_loader_and_is_named_by_pack(place: Place, comma
     }[command]
     script = 'mount -t tmpfs -o size=2m tmpfs /dev/shm; head -c 2048k /dev/zero >/dev/shm/full; exec "$@"'
     shell = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "pipeline", *words]
-    done = subprocess.run(shell, capture_output=True, text=True, cwd=place.path, env=environment(), check=False)
+    done = subprocess.run(
+        shell, capture_output=True, text=True, cwd=place.path, env=environment(), check=False
+    )
     assert "Traceback" not in done.stderr
     assert done.returncode == (4 if command == "pack" else 0), done.stderr
     if command == "pack":
@@ -181,7 +193,9 @@ def test_a_long_path_of_temporary_files_is_no_obstacle_and_nothing_stays_there(p
     assert result.done["step"] == "4", result.err
     result = pipeline("evaluate", "runs/new", "data.workers=1", cwd=place.path, TMPDIR=str(temporary))
     assert result.done["step"] == "4", result.err
-    assert {name.partition("_")[0] for name in os.listdir(temporary)} <= {"torchinductor"}, "a cache of torch alone"
+    assert {name.partition("_")[0] for name in os.listdir(temporary)} <= {"torchinductor"}, (
+        "a cache of torch alone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,7 +204,9 @@ def test_a_long_path_of_temporary_files_is_no_obstacle_and_nothing_stays_there(p
      (errno.EDQUOT, StorageError), (errno.EROFS, RequestError), (errno.EACCES, RequestError),
      (errno.EEXIST, RequestError)],
 )  # fmt: skip
-def test_the_error_of_a_run_folder_says_if_a_retry_can_help(tmp_path: Path, code: int, kind: type[RunError]) -> None:
+def test_the_error_of_a_run_folder_says_if_a_retry_can_help(
+    tmp_path: Path, code: int, kind: type[RunError]
+) -> None:
     error = RunFolder(tmp_path).write_error(OSError(code, os.strerror(code)))
     assert type(error) is kind
     assert f"run.dir={tmp_path} " in str(error)
@@ -198,14 +214,18 @@ def test_the_error_of_a_run_folder_says_if_a_retry_can_help(tmp_path: Path, code
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def lockf(descriptor: int, kind: int) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     folder = RunFolder(tmp_path)
     for hold in (folder.hold, partial(_lock_sending, folder)):
-        with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be locked: {os.strerror(code)}: .* locks"):
+        with pytest.raises(
+            RequestError, match=f"run.dir={tmp_path} cannot be locked: {os.strerror(code)}: .* locks"
+        ):
             hold()
     assert not folder.lock.is_held()
 
@@ -271,7 +291,9 @@ def test_a_run_waits_for_data_that_is_unreachable_for_a_while(
     assert result.out == uninterrupted_folder.output()
     assert run.trace() == uninterrupted_folder.trace()
     assert not bad_images(run)
-    assert 1 <= result.err.count("the data is out of reach") <= 4, "at most once for each of a rank's two loaders"
+    assert 1 <= result.err.count("the data is out of reach") <= 4, (
+        "at most once for each of a rank's two loaders"
+    )
 
 
 @pytest.mark.full
@@ -300,7 +322,9 @@ def test_data_that_stays_unreachable_ends_the_run_and_the_same_command_resumes_i
 @pytest.mark.full
 @pytest.mark.fault("I2")
 @pytest.mark.parametrize("hours", [1, -1])
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, digits: Path, uninterrupted: Job, hours: int) -> None:
+def test_a_clock_that_jumps_changes_nothing(
+    tmp_path: Path, digits: Path, uninterrupted: Job, hours: int
+) -> None:
     """Change only Python's clock: torch's timeouts use a monotonic clock, which never jumps."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
@@ -318,6 +342,10 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, digits: Path, uninte
     assert result.out == uninterrupted.output()
     rows = read_rows(run.folder / "journal.jsonl")
     assert max(row["time"] for row in rows) - min(row["time"] for row in rows) > 3_000_000, "the clock jumped"
-    assert all(value >= 0 for row in rows for key, value in row.get("metrics", {}).items() if key.startswith("time/"))
-    assert "-" not in "".join(line.rpartition("data")[2] for line in result.err.splitlines() if " left" in line)
+    assert all(
+        value >= 0 for row in rows for key, value in row.get("metrics", {}).items() if key.startswith("time/")
+    )
+    assert "-" not in "".join(
+        line.rpartition("data")[2] for line in result.err.splitlines() if " left" in line
+    )
     assert time.monotonic() - run.started < 60

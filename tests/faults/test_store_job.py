@@ -68,7 +68,9 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
             pods.freeze(0)
             pods.wait_until(lambda: not pods[1].trainers(), "end of the other rank", 75)
             pods.replace_lost(0)
-        pods.wait_until(lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk")
+        pods.wait_until(
+            lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk"
+        )
         notes.note("K5", seconds=time.monotonic() - lost)
         assert end() == 0, pods.logs()
         assert pods.run.starts()[1]["step"] > 0, "it continues, it does not start again"
@@ -93,7 +95,9 @@ def test_a_suspended_job_loses_its_disks_and_no_step(
         assert seconds < 10 * SHARING
         assert not pods.run.folder.exists()
         last_step = json.loads(bucket.read("runs/digits/trace.jsonl").splitlines()[-1])["step"]
-        assert max(bucket.names("runs/digits/checkpoints/")).startswith(f"runs/digits/checkpoints/step-{last_step:08}.")
+        assert max(bucket.names("runs/digits/checkpoints/")).startswith(
+            f"runs/digits/checkpoints/step-{last_step:08}."
+        )
         pods.resume()
         assert end() == 0, pods.logs()
         assert [row["step"] for row in pods.run.starts()] == [0, last_step]

@@ -67,7 +67,9 @@ class Findings:
 
         for start in range(0, len(ids), _TASKS_AT_ONCE):
             part = ids[start : start + _TASKS_AT_ONCE]
-            with ThreadPoolExecutor(available_cpus()) as pool:  # decoding and hashing release the interpreter's lock
+            with ThreadPoolExecutor(
+                available_cpus()
+            ) as pool:  # decoding and hashing release the interpreter's lock
                 for i, (defect, is_turned, is_dark) in zip(part, pool.map(look, part), strict=True):
                     if defect:
                         self.defects[images.name(i)] = defect
@@ -94,7 +96,9 @@ class Findings:
                 _download(store, path)
                 changed |= pack.changed_shards(path.parent, {"shards": [shard]})
                 name, _, number = path.stem.partition("-")
-                split, first = (self.index.train, 0) if name == "train" else (self.index.val, len(self.index.train))
+                split, first = (
+                    (self.index.train, 0) if name == "train" else (self.index.val, len(self.index.train))
+                )
                 with open(path, "rb") as file:
                     opened = {int(number): file.fileno()}
                     images = pack.PackImages(path.parent, split, name, opened, upright=self.index.upright)
@@ -107,7 +111,9 @@ class Findings:
     def name(self, image: int) -> str:
         """Return the name of an image by its position."""
         held_out = image - len(self.index.train)
-        return printable_name(self.index.val.name(held_out) if held_out >= 0 else self.index.train.name(image))
+        return printable_name(
+            self.index.val.name(held_out) if held_out >= 0 else self.index.train.name(image)
+        )
 
     def equal_images(self) -> tuple[Pairs, Pairs]:
         """Return twins and images with two labels, as pairs of images with the same bytes.
@@ -149,7 +155,9 @@ class Findings:
 
     def to_json(self) -> str:
         """Return what was found as JSON."""
-        twins, two_labels = ([[self.name(i) for i in pair] for pair in pairs] for pairs in self.equal_images())
+        twins, two_labels = (
+            [[self.name(i) for i in pair] for pair in pairs] for pairs in self.equal_images()
+        )
         found = {
             "images": len(self.digests), "classes": {name: train + val for name, train, val in self.counts()},
             "ignored": self.index.ignored,
@@ -175,7 +183,9 @@ class Findings:
             lines += [f"warning: {found}: {reason}", *(f"  {name}" for name in names[:_LISTED])]
             if len(names) > _LISTED:
                 lines.append(f"  and {len(names) - _LISTED:,} more (--json lists all)")
-        summary = f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
+        summary = (
+            f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
+        )
         summary += f": {kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{end}"
         if self.defects:
             summary = f"is not good: {count_of(len(self.defects), 'defect')}"
@@ -213,7 +223,9 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool, as_json: bo
         check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
     if isinstance(root, Store) or os.path.exists(root / pack.SUMMARY):
         if write_sums:
-            raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
+            raise RequestError(
+                f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out"
+            )
         found, kind = _check_pack(root)
         place, remedy = f"the pack {root}", "copy it again, or remove it, fix the source and pack it again"
     else:

@@ -34,7 +34,9 @@ def _make(options: argparse.Namespace) -> str:
 
     sizes = options.images, options.classes, options.side
     if options.kind == "digits" and any(sizes):
-        raise RequestError("--images, --classes and --side are for synthetic images: leave them out with 'digits'")
+        raise RequestError(
+            "--images, --classes and --side are for synthetic images: leave them out with 'digits'"
+        )
     images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
     return make(options.kind, _folder(options), images, classes, side)
 
@@ -63,8 +65,12 @@ def _add_import(actions: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("kind", choices=("imagenet",), help="which data set")
     parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
-    parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack")
-    parser.add_argument("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
+    parser.add_argument(
+        "out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack"
+    )
+    parser.add_argument(
+        "--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'"
+    )
     _add_workers(parser)
 
 
@@ -111,9 +117,14 @@ def _add_check(actions: Commands) -> None:
         "pipeline data check s3://my-data/photos --json",
     )  # fmt: skip
     parser.add_argument(
-        "root", type=path_or_uri, metavar="FOLDER", help="image folder or pack, or s3://bucket/prefix of a pack"
+        "root",
+        type=path_or_uri,
+        metavar="FOLDER",
+        help="image folder or pack, or s3://bucket/prefix of a pack",
     )
-    parser.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
+    parser.add_argument(
+        "--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_val_split(parser)
 
@@ -125,7 +136,9 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _add_val_split(parser: Parser) -> None:
-    help = "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
+    help = (
+        "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
+    )
     parser.add_argument("--val-split", type=_share, default=0.1, metavar="SHARE", help=help)
 
 
@@ -137,7 +150,9 @@ def _add_workers(parser: Parser) -> None:
 def _folder(options: argparse.Namespace) -> Path:
     place = _place(options.out or f"data/{options.kind}")
     if isinstance(place, Store):
-        raise RequestError(f"{place} is not a folder: make it here; 'pipeline data pack' copies it into a bucket")
+        raise RequestError(
+            f"{place} is not a folder: make it here; 'pipeline data pack' copies it into a bucket"
+        )
     return place
 
 

@@ -37,7 +37,9 @@ def check_colour(pixels: NDArray[np.uint8]) -> None:
 
 def _range(image: Image.Image) -> tuple[float, float]:
     """Return the values of black and white. Raises BadImageError if the file does not give them."""
-    if image.format != "TIFF" and image.mode != "F":  # PNG has 16 bits; Pillow scales the values of PPM to them
+    if (
+        image.format != "TIFF" and image.mode != "F"
+    ):  # PNG has 16 bits; Pillow scales the values of PPM to them
         return 0, _FULL
     tags = getattr(image, "tag_v2", {_BITS: 32, _SAMPLE_FORMAT: _FLOAT})  # else a float image of PPM's family
     bits, kind, *bounds = (

@@ -48,7 +48,9 @@ def check_layout(root: Path, found: dict[str, dict[str, bytes]]) -> None:
     classes, *others = found.values()
     for val in others:
         if classes.keys() != val.keys():
-            differing = [f"{escaped_name(classes[name])} in train/ only" for name in classes if name not in val]
+            differing = [
+                f"{escaped_name(classes[name])} in train/ only" for name in classes if name not in val
+            ]
             differing += [f"{escaped_name(val[name])} in val/ only" for name in val if name not in classes]
             problem = f"the classes of train/ and val/ differ: {list_first(differing, 5)}"
             raise RequestError(problem, "both need the same class folders")
@@ -137,7 +139,9 @@ def scan_validation(
         chosen = hold_out.chosen((name, label) for name, _, label in entries)
         entries = [entry for entry in entries if entry[0] in chosen]
     if not entries:
-        raise RequestError(f"data.root={root} holds no image to evaluate the model on{_left_out(walk.ignored)}")
+        raise RequestError(
+            f"data.root={root} holds no image to evaluate the model on{_left_out(walk.ignored)}"
+        )
     return Split.from_entries(entries)
 
 

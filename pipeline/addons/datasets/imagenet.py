@@ -64,14 +64,18 @@ def open_archives(folder: Path) -> Source:
     """
     for name in (TRAIN, VAL, DEVKIT):
         if not os.path.isfile(folder / name):
-            raise RequestError(f"{folder} holds no {name}", f"it needs {TRAIN}, {VAL} and {DEVKIT}, as published")
+            raise RequestError(
+                f"{folder} holds no {name}", f"it needs {TRAIN}, {VAL} and {DEVKIT}, as published"
+            )
     counts, truth = _read_devkit(folder / DEVKIT)
     classes = tuple(sorted(counts))
     labels = {wnid: label for label, wnid in enumerate(classes)}
     members = _train_members(folder / TRAIN, counts)
     train = [(f"train/{wnid}/{name}", size, labels[wnid], offset) for wnid, name, size, offset in members]
     found = Counter(classes[label] for _, _, label, _ in train)
-    wrong = [f"{wnid} has {found[wnid]:,} of {counts[wnid]:,}" for wnid in classes if found[wnid] != counts[wnid]]
+    wrong = [
+        f"{wnid} has {found[wnid]:,} of {counts[wnid]:,}" for wnid in classes if found[wnid] != counts[wnid]
+    ]
     if wrong:
         raise RequestError(f"{TRAIN} is not what the kit lists: {list_first(wrong, 3)}", "download it again")
     val = []
@@ -97,13 +101,17 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
 
     md5 = hashlib.md5(path.read_bytes()).hexdigest()
     if md5 != _DEVKIT_MD5:
-        raise RequestError(f"{path} is not the published development kit: its MD5 is {md5}", "download it again")
+        raise RequestError(
+            f"{path} is not the published development kit: its MD5 is {md5}", "download it again"
+        )
     with tarfile.open(path) as kit:
         files = {member.name.rpartition("/")[2]: kit.extractfile(member) for member in kit if member.isreg()}
         meta, truth = files["meta.mat"], files["ILSVRC2012_validation_ground_truth.txt"]
         assert meta
         assert truth
-        leaves = [synset for synset in loadmat(meta, squeeze_me=True)["synsets"] if int(synset["num_children"]) == 0]
+        leaves = [
+            synset for synset in loadmat(meta, squeeze_me=True)["synsets"] if int(synset["num_children"]) == 0
+        ]
         wnids = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
         counts = {str(synset["WNID"]): int(synset["num_train_images"]) for synset in leaves}
         return counts, [wnids[int(line)] for line in truth.read().split()]
@@ -158,5 +166,7 @@ def _split(entries: list[tuple[str, int, int, int]]) -> Split:
     entries = sorted(entries)
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
     names = [entry[0].encode("utf-8", "surrogateescape") for entry in entries]
-    split = Split.from_entries([(name, size, label) for name, (_, size, label, _) in zip(names, entries, strict=True)])
+    split = Split.from_entries(
+        [(name, size, label) for name, (_, size, label, _) in zip(names, entries, strict=True)]
+    )
     return replace(split, places=places)

@@ -59,13 +59,17 @@ class RestartGrid:
             return None
         starts = ends - lengths
         down, across = (size // BLOCK if size > BLOCK else 0 for size in (mcu_height, mcu_width))
-        return cls(mcu_height, width, down, across, starts.reshape(rows, columns), ends.reshape(rows, columns))
+        return cls(
+            mcu_height, width, down, across, starts.reshape(rows, columns), ends.reshape(rows, columns)
+        )
 
     def rows_of(self, top: int, height: int) -> slice:
         return _touched(top - self.margin_down, top + height + self.margin_down, self.height, len(self.ends))
 
     def columns_of(self, left: int, width: int) -> slice:
-        return _touched(left - self.margin_across, left + width + self.margin_across, self.width, self.ends.shape[1])
+        return _touched(
+            left - self.margin_across, left + width + self.margin_across, self.width, self.ends.shape[1]
+        )
 
     def cut(self, data: bytes, scan: int, rows: slice, columns: slice) -> tuple[bytearray, NDArray[np.int64]]:
         """Return the first `scan` bytes and these intervals, and the offset of each marker."""
@@ -84,7 +88,9 @@ def _touched(first: int, last: int, size: int, count: int) -> slice:
     return slice(max(0, first) // size, min(count, -(-last // size)))
 
 
-def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int) -> tuple[bytearray, int, int] | None:
+def part(
+    data: bytes, frame: Frame, top: int, left: int, height: int, width: int
+) -> tuple[bytearray, int, int] | None:
     """Return a JPEG of the restart intervals that the box touches, and its top and left there.
 
     Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit

@@ -27,8 +27,12 @@ _TABLES_AND_FRAME = (0xDB, *jpeg.SEQUENTIAL)  # of quantisation
 _MAX_BYTES = 8 << 20  # as in version 0.2, so that a pack has the same bytes
 _TIMEOUT_S = 60
 _MAX_MEMORY = "512M"  # of coefficients: the 80 megapixels that are decoded at most
-_STRIDE = 56  # pixels per restart interval, at most; 84: 4 % slower, 0.7 % smaller; 42: 2 % faster, 1.7 % larger
-_INSTALL = "install libjpeg-turbo-progs (Fedora: libjpeg-turbo-utils), or pack pixels with a level such as raw=256"
+_STRIDE = (
+    56  # pixels per restart interval, at most; 84: 4 % slower, 0.7 % smaller; 42: 2 % faster, 1.7 % larger
+)
+_INSTALL = (
+    "install libjpeg-turbo-progs (Fedora: libjpeg-turbo-utils), or pack pixels with a level such as raw=256"
+)
 
 
 def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
@@ -93,7 +97,16 @@ def check_jpegtran() -> None:
 
 def _run_jpegtran(data: bytes, interval: int) -> bytes:
     """Return the file that jpegtran made; nothing if it failed, or warned of damage."""
-    command = ["jpegtran", "-copy", "none", "-optimize", "-restart", f"{interval}B", "-maxmemory", _MAX_MEMORY]
+    command = [
+        "jpegtran",
+        "-copy",
+        "none",
+        "-optimize",
+        "-restart",
+        f"{interval}B",
+        "-maxmemory",
+        _MAX_MEMORY,
+    ]
     try:
         # files in memory, because a pipe would take 4 KB at a time
         with open(os.memfd_create("in"), "w+b") as source, open(os.memfd_create("out"), "w+b") as target:
@@ -149,5 +162,7 @@ def _exif(orientation: int) -> bytes:
 
 def _interval(across: int, mcu_width: int) -> int:
     """Return the MCUs per restart interval, which divide a row; all of it if it is prime."""
-    fitting = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2] or [across]
+    fitting = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2] or [
+        across
+    ]
     return max((n for n in fitting if n * mcu_width <= _STRIDE), default=fitting[0])

@@ -45,7 +45,9 @@ def import_imagenet(archives: Path, out: Path | Store, level: str | None, worker
         pack.check_programs(pack_level)  # before the archives are read
         return pack.pack_source(_open_archives(archives), out, pack_level, workers)
     if isinstance(out, Store):
-        raise RequestError(f"{out} can hold a pack only: give its level, such as --pack max-side=500,q=90, or a folder")
+        raise RequestError(
+            f"{out} can hold a pack only: give its level, such as --pack max-side=500,q=90, or a folder"
+        )
     source = _open_archives(archives)
     total = source.size.train_images + source.size.val_images
     try:
@@ -78,7 +80,9 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
         try:
             data = images.read(i)
         except UnreadableError as error:
-            raise RequestError(f"{images.name(i)} cannot be unpacked: {error}: download the archive again") from None
+            raise RequestError(
+                f"{images.name(i)} cannot be unpacked: {error}: download the archive again"
+            ) from None
         assert isinstance(data, bytes)
         atomic_write(path, data, durable=False)
 
@@ -125,7 +129,9 @@ def _get_cifar10(download: Path) -> Path:
     from torchvision.datasets.utils import download_url
 
     archive = download / "cifar-10-binary.tar.gz"
-    download_url(f"https://www.cs.toronto.edu/~kriz/{archive.name}", str(download), archive.name, _CIFAR10_MD5)
+    download_url(
+        f"https://www.cs.toronto.edu/~kriz/{archive.name}", str(download), archive.name, _CIFAR10_MD5
+    )
     folder = download / "images"
     shutil.rmtree(folder, ignore_errors=True)
     cifar10.unpack(archive, folder)

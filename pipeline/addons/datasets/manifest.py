@@ -43,7 +43,9 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     """
     layout = "train/ and val/ in it, each with one folder per class"
     how_to_make = "" if os.path.exists(root) else part("how to make a folder")(root)
-    access.check_folder(root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{how_to_make}")
+    access.check_folder(
+        root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{how_to_make}"
+    )
     for cached in _cached(root, spare, _CACHED):
         if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
@@ -63,7 +65,9 @@ def save_index(index: Index, *folders: Path) -> None:
             return
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
-    log(f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again")
+    log(
+        f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again"
+    )
 
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
@@ -85,7 +89,12 @@ def find_missing_folder(index: Index, root: Path) -> str | None:
 
 def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
     """Yield the indices in files that end in `suffix`, newest first, without the damaged ones."""
-    paths = [path for folder in (root / CACHE, spare) if os.path.isdir(folder) for path in folder.glob(f"*{suffix}")]
+    paths = [
+        path
+        for folder in (root / CACHE, spare)
+        if os.path.isdir(folder)
+        for path in folder.glob(f"*{suffix}")
+    ]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
             with open(path, "rb", opener=access.open_regular) as file:
@@ -104,7 +113,9 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         # Without train/ and val/, classes are in the root: making the cache changes its time.
         if SPLITS[0] not in index.folders and tuple(Walk(root).classes(b"")) != index.classes:
             return False
-        sizes_match = (_sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val))
+        sizes_match = (
+            _sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val)
+        )
         return digest_of_sums(root) == index.sums and all(sizes_match)
     return False
 
@@ -138,7 +149,10 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
     with walk.errors():
         parents = [split for split in SPLITS if (root / split).is_dir()]
         # with one of them alone, also the root: a link in it may lead to a place that is away
-        found = {parent: walk.classes(parent.encode()) for parent in (parents if len(parents) == 2 else [*parents, ""])}
+        found = {
+            parent: walk.classes(parent.encode())
+            for parent in (parents if len(parents) == 2 else [*parents, ""])
+        }
         part("check layout")(root, found)
         classes = next(iter(found.values()))
         for parent, folders in found.items():
@@ -247,10 +261,15 @@ class Walk:
         path = os.path.join(self._base, folder)
         status = os.stat(path)
         if not above:
-            above = [(place.st_dev, place.st_ino) for place in (os.stat(self._base), os.stat(os.path.dirname(path)))]
+            above = [
+                (place.st_dev, place.st_ino)
+                for place in (os.stat(self._base), os.stat(os.path.dirname(path)))
+            ]
         here = (status.st_dev, status.st_ino)
         if here in above and (link := _last_link(self._base, folder)):
-            raise RequestError(f"{names.printable_name(link)} is a link to a folder that it is in", "remove the link")
+            raise RequestError(
+                f"{names.printable_name(link)} is a link to a folder that it is in", "remove the link"
+            )
         self.folders[os.fsdecode(folder)] = status.st_mtime_ns
         with os.scandir(path) as found:
             for entry in found:

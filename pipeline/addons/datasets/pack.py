@@ -139,7 +139,9 @@ def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:
         return data
     try:
         pixels: NDArray[np.uint8] = np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # NumPy parses the header as Python: tokenize.TokenError, OverflowError and more
+    except (
+        Exception
+    ) as error:  # NumPy parses the header as Python: tokenize.TokenError, OverflowError and more
         raise UnreadableError(f"its pixels cannot be read: {' '.join(str(error).split())[:200]}") from None
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise UnreadableError(f"it holds {pixels.dtype} {pixels.shape} instead of pixels")
@@ -252,7 +254,9 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
     except OSError as error:
         assert isinstance(root, Path)
         raise_if_outage(root / SUMMARY, error)
-        raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}", PLACE_OF_DATA) from None
+        raise RequestError(
+            f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}", PLACE_OF_DATA
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
     return dict(summary)

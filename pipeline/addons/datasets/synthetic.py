@@ -61,14 +61,18 @@ class SyntheticImages:
 def synthetic_source(config: Config) -> Source:
     """Return the source of data.source=synthetic. Raises RequestError if a class has no image."""
     if config.data.num_images < config.data.num_classes:
-        given = f"data.num_images={config.data.num_images} is below data.num_classes={config.data.num_classes}"
+        given = (
+            f"data.num_images={config.data.num_images} is below data.num_classes={config.data.num_classes}"
+        )
         raise RequestError(given, "give as many images as classes, or more")
     size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
     digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()
     classes = tuple(f"class {label}" for label in range(size.num_classes))
     train = SyntheticImages("train", size.train_images, size.num_classes, side)
-    return Source(size, digest, classes, train, SyntheticImages("val", size.val_images, size.num_classes, side))
+    return Source(
+        size, digest, classes, train, SyntheticImages("val", size.val_images, size.num_classes, side)
+    )
 
 
 def make_digits(root: Path) -> None:

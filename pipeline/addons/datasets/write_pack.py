@@ -205,7 +205,9 @@ def _make_shards(
     if left < total:
         terminal.show(f"{total - left:,} of {total:,} images were packed before")
     context = get_context("fork")  # so that the index is shared
-    counts = context.RawArray("q", len(missing))  # of images; without a lock, which a killed worker would keep
+    counts = context.RawArray(
+        "q", len(missing)
+    )  # of images; without a lock, which a killed worker would keep
     try:
         pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), source, level, out, counts))
     except OSError as error:
@@ -256,7 +258,9 @@ def _make_shard(shard: Shard, slot: int) -> None:
     if target.exists(shard.metadata_name) or target.exists(SUMMARY):  # another start has made it by now
         counts[slot] = len(shard)
         return
-    images, split = (source.train, source.index.train) if shard.split == "train" else (source.val, source.index.val)
+    images, split = (
+        (source.train, source.index.train) if shard.split == "train" else (source.val, source.index.val)
+    )
     sizes, places, bad, unchanged, difference, sha256 = [], [], [], 0, 0.0, hashlib.sha256()
     with target.create(shard.name) as file:
 
@@ -283,7 +287,9 @@ def _make_shard(shard: Shard, slot: int) -> None:
                 unchanged += int(is_unchanged)
             except BadImageError as error:
                 bad.append([images.name(i), str(error)])
-            member = tarfile.TarInfo(split.name(i).decode("utf-8", "surrogateescape") + (".npy" if level.raw else ""))
+            member = tarfile.TarInfo(
+                split.name(i).decode("utf-8", "surrogateescape") + (".npy" if level.raw else "")
+            )
             member.size = len(data)
             write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
             sizes.append(len(data))
@@ -311,7 +317,9 @@ def _write_index_and_summary(
             made.append(parse_json(data))
         except ValueError as error:
             place = f"{out}/{shard.metadata_name}"
-            raise StorageError(f"{place} is damaged ({error}): remove it and give the same command again") from None
+            raise StorageError(
+                f"{place} is damaged ({error}): remove it and give the same command again"
+            ) from None
 
     def packed(name: str, split: Split) -> Split:
         own = [metadata for shard, metadata in zip(shards, made, strict=True) if shard.split == name]
@@ -319,7 +327,9 @@ def _write_index_and_summary(
         places = np.array([place for metadata in own for place in metadata["places"]], np.int64).ravel()
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
-    index = Index(packed("train", source.train), packed("val", source.val), source.classes, hold_out=source.hold_out)
+    index = Index(
+        packed("train", source.train), packed("val", source.val), source.classes, hold_out=source.hold_out
+    )
     target.write(INDEX, index.to_bytes())
     bad = [image for metadata in made for image in metadata["bad"]]
     compared = max(1, len(index.train) + len(index.val) - len(bad))
@@ -379,7 +389,9 @@ def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
         expected = pixels[:, top : top + height, left : left + width]
         region = picture.region(top, left, height, width)
         pairs = (decode(made), pixels), (region, expected)
-        if all(np.array_equal(first.numpy(), second.numpy()) for first, second in pairs):  # five times as fast as torch
+        if all(
+            np.array_equal(first.numpy(), second.numpy()) for first, second in pairs
+        ):  # five times as fast as torch
             return made
     except BadImageError:
         pass

@@ -51,7 +51,9 @@ def render(request: RenderOptions) -> dict[str, str]:
     node.check_resume_is_auto(config)
     for word in request.overrides:
         if word.startswith("run.dir="):
-            raise RequestError(f"{word} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe")
+            raise RequestError(
+                f"{word} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe"
+            )
     _check_store(request, config)
     _check_pods(request, config)
     _check_plan(request, config)
@@ -75,7 +77,9 @@ def render(request: RenderOptions) -> dict[str, str]:
 def render_example(request: RenderOptions, name: str) -> dict[str, str]:
     """Return the text of an example, by file name. name: that of a file in manifests/examples/."""
     if request.store and name in _NEED_CLAIMS:
-        raise RequestError(f"--example {name} mounts the claim data, and --store has none: leave one of the two out")
+        raise RequestError(
+            f"--example {name} mounts the claim data, and --store has none: leave one of the two out"
+        )
     if request.mlflow_auth and name == "mlflow-shared":
         # MLflow keeps its users in a file beside it: this server has no disk, and may have replicas
         raise RequestError(
@@ -99,11 +103,15 @@ def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
     job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
     arch = load(request.recipe, [*request.overrides]).model.arch
     trusted = arch if is_function(arch) else ""
-    return {f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job, "trusted": trusted})}
+    return {
+        f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job, "trusted": trusted})
+    }
 
 
 def _fill(template: str, values: dict[str, object]) -> str:
-    templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
+    templates = Environment(
+        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
+    )
     templates.filters["quoted"] = json.dumps
     text: str = templates.get_template(template).render(values)
     return text
@@ -141,7 +149,9 @@ def _check_store(request: RenderOptions, config: Config) -> None:
         flags = {"--store-endpoint": request.store_endpoint, "--store-cidr": request.store_cidr}
         given = [*places, *(f"{flag} {value}" for flag, value in flags.items() if value)]
         if given:
-            raise RequestError(f"{given[0]} is for pods that may reach a bucket", "add --store s3://BUCKET/PREFIX")
+            raise RequestError(
+                f"{given[0]} is for pods that may reach a bucket", "add --store s3://BUCKET/PREFIX"
+            )
         return
     if config.data.source == "folder":
         raise RequestError(
@@ -149,7 +159,9 @@ def _check_store(request: RenderOptions, config: Config) -> None:
             f"run 'pipeline data pack {config.data.root} {request.store}/data', and add data.source=pack",
         )
     if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
-        raise RequestError(f"data.cache={config.data.cache} is not on the pods' disk for it", "use /data/cache")
+        raise RequestError(
+            f"data.cache={config.data.cache} is not on the pods' disk for it", "use /data/cache"
+        )
     for word in request.overrides:
         if word.startswith("checkpoint.mirror=") and "=s3://" not in word:
             raise RequestError(f"{word} would lose the run with the disk of its pod", "leave it out")
@@ -183,16 +195,28 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
     memory, shm = _memory_of(request), request.shm_of_pod
     on_gpus, on_cpus = request.gpus > 0, request.gpus == 0
     conflicts = (
-        (2 * _bytes(shm) > _bytes(memory), f"--shm {shm} is more than half of --memory {memory}", "raise --memory"),
+        (
+            2 * _bytes(shm) > _bytes(memory),
+            f"--shm {shm} is more than half of --memory {memory}",
+            "raise --memory",
+        ),
         (on_gpus and request.nproc != 1, f"--nproc {request.nproc} is for pods without GPUs", "add --cpu"),
-        (on_cpus and request.numa_binding, f"--numa-binding {request.numa_binding} needs GPUs", "leave --cpu out"),
+        (
+            on_cpus and request.numa_binding,
+            f"--numa-binding {request.numa_binding} needs GPUs",
+            "leave --cpu out",
+        ),
         (on_cpus and request.rdma, f"--rdma {request.rdma} is for NCCL, which needs GPUs", "leave --cpu out"),
         (
             request.gang and request.queue,
             f"--gang and --queue {request.queue} both start all pods together",
             "give one",
         ),
-        (on_cpus and config.run.device == "cuda", "run.device=cuda, but pods with --cpu have no GPU", "give one"),
+        (
+            on_cpus and config.run.device == "cuda",
+            "run.device=cuda, but pods with --cpu have no GPU",
+            "give one",
+        ),
         (on_gpus and config.run.device == "cpu", "run.device=cpu, but the pods ask for GPUs", "add --cpu"),
         (
             on_cpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1,
@@ -261,7 +285,9 @@ def _values(request: RenderOptions) -> dict[str, object]:
     allowed = _allowed_nodes(request, config) if request.min_nodes else ()
     environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
     if request.rdma:
-        environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
+        environment["NCCL_NET"] = (
+            "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
+        )
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {

@@ -48,7 +48,9 @@ class LocalRendezvous(OpenRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server((_LOOPBACK, 0))  # TCPStore itself would listen on every address
         port = listener.getsockname()[1]
-        store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
 
     def num_nodes_waiting(self) -> int:

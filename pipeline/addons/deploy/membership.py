@@ -104,7 +104,9 @@ class Membership:
         last = self.round
         stopping = [key for key in last.members if key in present and present[key].round == last.number
                     and not present[key].is_waiting]  # fmt: skip
-        here = {key: node for key, node in present.items() if node.is_waiting and now - node.heard <= _FRESH_S}
+        here = {
+            key: node for key, node in present.items() if node.is_waiting and now - node.heard <= _FRESH_S
+        }
         count = self._largest(len(here))
         if self._leader not in here or not count:
             return ()

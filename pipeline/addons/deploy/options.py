@@ -65,7 +65,9 @@ def _endpoint(text: str) -> str:
         given = re.fullmatch(r"(https?://([a-z0-9][a-z0-9.-]*|\[[0-9a-f:]+\])(:\d+)?)/?", text)
         if given and url.port != 0:
             return given[1]
-    raise argparse.ArgumentTypeError(f"{text!r} is not the URL of a store, such as https://s3.example.org:9000")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not the URL of a store, such as https://s3.example.org:9000"
+    )
 
 
 def _cidr(text: str) -> str:
@@ -102,7 +104,9 @@ class RenderOptions:
         "training image, in a registry that the nodes can pull from; best by digest",
         image_name,
     )
-    mlflow_image: str = _flag(f"ddp-pipeline-mlflow:{__version__}", "MLflow image, likewise", image_name, "IMAGE")
+    mlflow_image: str = _flag(
+        f"ddp-pipeline-mlflow:{__version__}", "MLflow image, likewise", image_name, "IMAGE"
+    )
     mlflow_auth: bool = _flag(
         False, "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
     )
@@ -112,7 +116,10 @@ class RenderOptions:
         None, "one with ReadWriteMany (default: the cluster's default)", _subdomain, "NAME"
     )
     store: str | None = _flag(
-        None, "keep data and runs in this bucket, and share no volume between pods", _store, "s3://BUCKET/PREFIX"
+        None,
+        "keep data and runs in this bucket, and share no volume between pods",
+        _store,
+        "s3://BUCKET/PREFIX",
     )
     store_endpoint: str | None = _flag(
         None,
@@ -127,12 +134,21 @@ class RenderOptions:
         "CIDR",
     )
     service_account: str | None = _flag(
-        None, "the trainers' ServiceAccount, if your cloud gives it the rights to the bucket", _subdomain, "NAME"
+        None,
+        "the trainers' ServiceAccount, if your cloud gives it the rights to the bucket",
+        _subdomain,
+        "NAME",
     )
     single_node: bool = _flag(False, "all pods run on one machine (kind, minikube): use ReadWriteOnce")
-    cpus: int | None = _flag(None, "CPUs per pod (default 8 per GPU, or 2 per process on CPU)", positive_int, "C")
-    memory: str | None = _flag(None, "memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)", _memory)
-    shm: str | None = _flag(None, "part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)", _memory)
+    cpus: int | None = _flag(
+        None, "CPUs per pod (default 8 per GPU, or 2 per process on CPU)", positive_int, "C"
+    )
+    memory: str | None = _flag(
+        None, "memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)", _memory
+    )
+    shm: str | None = _flag(
+        None, "part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)", _memory
+    )
     numa_binding: str | None = None
     """A flag of `train`, too: `add_numa_binding`."""
     runtime_class: str | None = _flag(
@@ -144,7 +160,9 @@ class RenderOptions:
     priority_class: str | None = _flag(None, "the pods' PriorityClass", _subdomain, "NAME")
     queue: str | None = _flag(None, "Kueue's LocalQueue that admits the job", _subdomain, "NAME")
     gang: str | None = _flag(
-        None, "native: start all pods together or none (alpha in Kubernetes 1.37, which 1.36 refuses)", ["native"]
+        None,
+        "native: start all pods together or none (alpha in Kubernetes 1.37, which 1.36 refuses)",
+        ["native"],
     )
     topology: str | None = _flag(
         None,
@@ -159,7 +177,9 @@ class RenderOptions:
         _resource,
         "RESOURCE",
     )
-    no_recovery: bool = _flag(False, "leave out 60-recovery.yaml, which replaces the pods of a node that lost power")
+    no_recovery: bool = _flag(
+        False, "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"
+    )
 
     @property
     def processes(self) -> int:
@@ -181,7 +201,9 @@ def add_flags(parser: Parser) -> None:
     for option in fields(RenderOptions):
         if option.metadata:
             group = hardware if option.name == "gpus" else parser
-            group.add_argument(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **option.metadata)
+            group.add_argument(
+                f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **option.metadata
+            )
     hardware.add_argument(
         "--cpu", action="store_const", const=0, default=argparse.SUPPRESS, dest="gpus",
         help="train on the CPU, without GPUs",

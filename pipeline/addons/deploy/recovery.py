@@ -88,10 +88,14 @@ class ApiServer:
         try:
             context = ssl.create_default_context(cafile=self.account / "ca.crt")
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 refuses the CAs of some clusters
-            headers = {"Authorization": f"Bearer {(self.account / 'token').read_text(encoding='utf-8').strip()}"}
+            headers = {
+                "Authorization": f"Bearer {(self.account / 'token').read_text(encoding='utf-8').strip()}"
+            }
             if body is not None:
                 headers["Content-Type"] = content_type
-            with closing(HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=context)) as connection:
+            with closing(
+                HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=context)
+            ) as connection:
                 connection.request(verb, url, None if body is None else json.dumps(body), headers)
                 response = connection.getresponse()
                 answer = parse_json(response.read(_MAX_ANSWER))
@@ -99,7 +103,13 @@ class ApiServer:
                 return answer, parsedate_to_datetime(response.headers["Date"])
             problem = f"answer {response.status} {one_line(answer['message'], 500)}"
             remedy = _REMEDIES.get(response.status, "trying again")
-        except (OSError, HTTPException, ValueError, TypeError, KeyError) as error:  # also an answer that is not JSON
+        except (
+            OSError,
+            HTTPException,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # also an answer that is not JSON
             problem, remedy = one_line(error, 500) or type(error).__name__, "trying again"
         raise ApiError(f"{verb} {url}: {problem}; {remedy}")
 
@@ -156,6 +166,11 @@ def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
     patch = {"metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]}, "status": failed}
     api.request("PATCH", f"pods/{name}/status", patch, "application/strategic-merge-patch+json")
     # never a later pod of that name
-    options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
+    options = {
+        "apiVersion": "v1",
+        "kind": "DeleteOptions",
+        "gracePeriodSeconds": 0,
+        "preconditions": {"uid": uid},
+    }
     api.request("DELETE", f"pods/{name}", options)
     return f"pod {name} on node {node}: {message}; marked as Failed, so that the Job replaces it"

@@ -117,7 +117,12 @@ class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
     def __init__(
-        self, client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int], image: Any
+        self,
+        client: DockerClient,
+        request: RehearsalOptions,
+        config: Config,
+        allowed: Sequence[int],
+        image: Any,
     ) -> None:
         self._client, self._request, self._config, self._image = client, request, config, image
         self._name = f"rehearsal-{uuid.uuid4().hex[:8]}"
@@ -221,14 +226,18 @@ class Cluster:
             if node in self._nodes:
                 self._nodes[node].remove(force=True)
             container = self._create_container(f"{self._name}-{node}", node, list(node_settings.COMMAND))
-            stream = container.attach(stream=True, demux=True, logs=True)  # before the start, to miss no output
+            stream = container.attach(
+                stream=True, demux=True, logs=True
+            )  # before the start, to miss no output
             container.start()
             container.reload()
             self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
             self._nodes[node] = container
             self._forward_output(node, stream)
             self._exits.put((node, container.wait()["StatusCode"]))
-        except Exception as error:  # also when the containers are removed at the end; nothing reads the queue then
+        except (
+            Exception
+        ) as error:  # also when the containers are removed at the end; nothing reads the queue then
             self._exits.put((node, error))
 
     def _preflight(self, node: int) -> None:

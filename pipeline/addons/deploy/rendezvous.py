@@ -175,7 +175,9 @@ class _Link:
             port: int = get_free_port()  # type: ignore[no-untyped-call]
             self._master = self._local_address or socket.getfqdn(), port
         # a leader whose own ranks were stopped at the end learns of it from another node
-        is_done = self.state.is_done or (self.state.is_waiting and any(node.is_done for node in nodes.values()))
+        is_done = self.state.is_done or (
+            self.state.is_waiting and any(node.is_done for node in nodes.values())
+        )
         return {
             "number": current.number, "members": current.members, "over": current.is_over,
             "waiting": self._membership.waiting_for(nodes, now), "others": len(alive(nodes, now)) - 1,
@@ -252,7 +254,9 @@ class Rendezvous(OpenRendezvous):
         if link.is_lost:
             if not self._has_logged_loss:
                 self._has_logged_loss = True
-                _log(f"{self._endpoint[0]} does not answer ({link.error or 'silent'}): stopping the ranks of this node")
+                _log(
+                    f"{self._endpoint[0]} does not answer ({link.error or 'silent'}): stopping the ranks of this node"
+                )
             return 1
         answer = link.answer
         return int(answer["over"] or answer["number"] > link.state.round)
@@ -276,7 +280,11 @@ class Rendezvous(OpenRendezvous):
                     link.changed.wait(_BEAT_S)
             if not link.is_leader and not link.answer.get("done"):
                 self._leave()
-                _exit(TemporaryError(f"{self._endpoint[0]} was lost before it recorded the end: start this node again"))
+                _exit(
+                    TemporaryError(
+                        f"{self._endpoint[0]} was lost before it recorded the end: start this node again"
+                    )
+                )
         self._leave()
         return True
 
@@ -286,7 +294,9 @@ class Rendezvous(OpenRendezvous):
             if self._link is not None:
                 if self._link.is_leader:
                     _exit_now(f"the rendezvous of this node failed ({self._link.error or 'silent'})")
-                self._link.state = replace(self._link.state, has_left=True)  # sent if the old leader comes back
+                self._link.state = replace(
+                    self._link.state, has_left=True
+                )  # sent if the old leader comes back
                 self._link.close()
             self._link = _Link(*self._endpoint, self._local_address, self._allowed)
         return self._link
@@ -339,7 +349,9 @@ def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
         tolerate_failures()
         if is_hangup_ignored():
             os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    return lambda parameters: LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
+    return lambda parameters: (
+        LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
+    )
 
 
 def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:
@@ -352,7 +364,11 @@ def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:
         _exit(RequestError(f"allowed_nodes={given} in --rdzv-conf: give numbers joined by +, such as 1+2+4"))
     allowed = [number for number in map(int, given.split("+")) if low <= number <= high]
     if not allowed:
-        _exit(RequestError(f"allowed_nodes={given} in --rdzv-conf has no number from {low} to {high} (--nnodes)"))
+        _exit(
+            RequestError(
+                f"allowed_nodes={given} in --rdzv-conf has no number from {low} to {high} (--nnodes)"
+            )
+        )
     return allowed
 
 

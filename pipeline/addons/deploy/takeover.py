@@ -95,7 +95,9 @@ class RefreshedLock(Lock):
         if not self.is_ours():
             # the holder may open the file here: it exits, so it need not keep the lock
             is_other = self._read() not in (b"", self._content)
-            problem = f" was taken over by {self.holder()}" if is_other else ": its lock was lost or cannot be read"
+            problem = (
+                f" was taken over by {self.holder()}" if is_other else ": its lock was lost or cannot be read"
+            )
             line = f"{self.subject}{problem}: this process writes nothing more and exits"
             print(f"pipeline: {line}", file=sys.stderr, flush=True)
             os._exit(TemporaryError.code)

@@ -42,7 +42,9 @@ def split_uri(uri: str) -> tuple[str, dict[str, str]]:
 
 def protect_credentials() -> None:
     """Have mlflow send no credentials to a host that is not the one that the user has named."""
-    os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] = "false"  # mlflow's default repeats a request at any other host
+    os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] = (
+        "false"  # mlflow's default repeats a request at any other host
+    )
     certificate = "MLFLOW_TRACKING_SERVER_CERT_PATH"
     if not os.environ.get(certificate):  # if empty, mlflow would accept any certificate
         os.environ.pop(certificate, None)
@@ -95,14 +97,18 @@ def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:
     from mlflow.utils.credentials import get_default_host_creds
 
     store, server = urlsplit(artifact_uri), urlsplit(tracking_uri)
-    shown = f"MLflow at {without_password(tracking_uri)} keeps these files at {without_password(artifact_uri)}"
+    shown = (
+        f"MLflow at {without_password(tracking_uri)} keeps these files at {without_password(artifact_uri)}"
+    )
     allowed = (*SCHEMES, "http", "https", "dbfs")  # dbfs: at the host of the user's own Databricks profile
     if store.scheme not in allowed:
         raise RequestError(f"{shown}: use an experiment whose files are at one of {', '.join(allowed[1:])}")
     if store.scheme not in ("http", "https", "mlflow-artifacts"):
         return
     target = store
-    if store.scheme == "mlflow-artifacts":  # mlflow takes the scheme, and a host that is not named, from the server
+    if (
+        store.scheme == "mlflow-artifacts"
+    ):  # mlflow takes the scheme, and a host that is not named, from the server
         target = store._replace(scheme=server.scheme, netloc=store.netloc or server.netloc)
     credentials = get_default_host_creds(artifact_uri)
     if _origin(target) != _origin(server) and (credentials.password or credentials.token or credentials.auth):

@@ -69,7 +69,9 @@ class Delivery:
         """The last step of each metric that the server had before this folder sent anything."""
         self._history: dict[str, dict[int, float]] = {}
         """The last value of these metrics at each step, as far as they were asked for."""
-        self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
+        self.is_reachable = not uri.startswith(
+            "http"
+        )  # a local database is, even while its slow creation runs
         """The server accepted the last request."""
         self.imported = threading.Event()
         """Set once mlflow is imported, which takes seconds."""

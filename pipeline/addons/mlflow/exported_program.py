@@ -35,12 +35,18 @@ def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[s
             (table,) = (entry for entry in archive.infolist() if entry.filename.endswith("/" + _TABLE))
             folder = table.filename.rpartition("/")[0]
             rows = json.loads(_read_member(archive, table.filename, _MAX_TABLE_BYTES))["config"]
-            model_rows = {name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)}
+            model_rows = {
+                name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)
+            }
             different = model_rows.keys() ^ expected.keys()
             if different:
                 raise ValueError(f"{len(different)} tensors are missing or unexpected")
-            return {name: _read_tensor(archive, folder, model_rows[name], like) for name, like in expected.items()}
-    except Exception as error:  # zipfile, json and torch raise a dozen kinds for what is not an archive of a program
+            return {
+                name: _read_tensor(archive, folder, model_rows[name], like) for name, like in expected.items()
+            }
+    except (
+        Exception
+    ) as error:  # zipfile, json and torch raise a dozen kinds for what is not an archive of a program
         why = one_line(error) or type(error).__name__
         raise StorageError(
             f"{path.name} does not hold the weights of the model that its MLmodel describes ({why})"

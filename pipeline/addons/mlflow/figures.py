@@ -31,4 +31,6 @@ def _send_figure(run: MlflowRun, name: str, evaluation: Path, step: int) -> None
             log(f"{name} of step {step} is not shown: {root_cause(error)}")
         if path.exists():  # an evaluation without mistakes has no figure of them
             with Image.open(path) as image:
-                run.client.log_image(run.run_id, image.convert("RGB"), key=name, step=step, timestamp=evaluated_at)
+                run.client.log_image(
+                    run.run_id, image.convert("RGB"), key=name, step=step, timestamp=evaluated_at
+                )

@@ -4,7 +4,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, check_artifact_host, log, request_timeout, root_cause
+from pipeline.addons.mlflow.connection import (
+    FILE_TIMEOUT_S,
+    check_artifact_host,
+    log,
+    request_timeout,
+    root_cause,
+)
 from pipeline.addons.mlflow.run import MlflowRun
 from pipeline.addons.models.trust import check_is_trusted
 from pipeline.config.schema import Config
@@ -57,7 +63,9 @@ def _upload(run: MlflowRun, checkpoint: Path, step: int, found: Any | None) -> A
         except Exception as error:
             log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
             return None
-        model = found or run.client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
+        model = found or run.client.create_logged_model(
+            run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)}
+        )
         description.run_id, description.model_id = run.run_id, model.model_id
         description.artifact_path = model.artifact_location
         description.save(exported / "MLmodel")
@@ -80,7 +88,9 @@ def _finish(run: MlflowRun, model_id: str, step: int) -> None:
         for key, value in row.get("metrics", {}).items()
         if key.startswith("val/")
     }
-    run.client.log_batch(run.run_id, metrics=[*metrics.values()])  # the run has them already: these name the model
+    run.client.log_batch(
+        run.run_id, metrics=[*metrics.values()]
+    )  # the run has them already: these name the model
     outputs = run.client.get_run(run.run_id).outputs
     if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
         run.client.log_outputs(run.run_id, [LoggedModelOutput(model_id, step)])

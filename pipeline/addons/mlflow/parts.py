@@ -62,7 +62,9 @@ def _parent_id(run: MlflowRun, name: str) -> str:
 
     def oldest() -> Any | None:
         query = f"tags.`{_PARENT_TAG}` = '{name}'"
-        return next(iter(run.client.search_runs([run.experiment_id], query, order_by=["attributes.start_time"])), None)
+        return next(
+            iter(run.client.search_runs([run.experiment_id], query, order_by=["attributes.start_time"])), None
+        )
 
     found = oldest()
     if found is None:
@@ -110,7 +112,9 @@ def send_inputs(run: MlflowRun) -> None:
     plan = parse_json(run.folder.plan.read_text(encoding="utf-8"))
     profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
     name = Path(options.root or options.source).name or options.source
-    dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
+    dataset = Dataset(
+        name, digest[:36], options.source, source, profile=profile
+    )  # MLflow takes 36 characters
     inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
     try:
         run.client.log_inputs(run.run_id, inputs)
@@ -158,5 +162,7 @@ def _note(folder: RunFolder, result: str) -> str:
     run = find_run(client, run_id(folder.journal) or "")
     if run is None:
         raise RequestError(f"the run is not at {shown}")
-    client.set_tag(run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}")
+    client.set_tag(
+        run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
+    )
     return shown

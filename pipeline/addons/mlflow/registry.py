@@ -39,7 +39,9 @@ def fetch_model(uri: str) -> dict[str, Any]:
     database = Path("runs/mlflow.db")
     named = uri_in_environment()
     if not named and not database.exists():
-        raise RequestError(f"{uri} names a model in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
+        raise RequestError(
+            f"{uri} names a model in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI"
+        )
     tracking_uri, credentials = connection.split_uri(named or f"sqlite:///{database}")
     connection.protect_credentials()
     os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
@@ -55,8 +57,12 @@ def fetch_model(uri: str) -> dict[str, Any]:
             raise ValueError("it answers, but not as MLflow does")
         schemes = connection.SCHEMES if named else connection.LOCAL_SCHEMES
         if urlsplit(artifacts).scheme not in schemes:
-            allowed = ", ".join(filter(None, schemes)) if named else f"files on this machine (with {database})"
-            raise RequestError(f"{uri} is at {without_password(artifacts)}: models are read only from {allowed}")
+            allowed = (
+                ", ".join(filter(None, schemes)) if named else f"files on this machine (with {database})"
+            )
+            raise RequestError(
+                f"{uri} is at {without_password(artifacts)}: models are read only from {allowed}"
+            )
         connection.check_artifact_host(artifacts, tracking_uri)
         with tempfile.TemporaryDirectory() as scratch:
             mlmodel = _fetch_file(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, Path(scratch))
@@ -121,7 +127,9 @@ def _parse_mlmodel(uri: str, text: str) -> dict[str, Any]:
             f"{uri} is not a model that this pipeline logged: its MLmodel is damaged or names no classes"
         ) from None
     if code:
-        raise RequestError(f"{uri} brings code of its own ({code}), which is never run: log the model without code")
+        raise RequestError(
+            f"{uri} brings code of its own ({code}), which is never run: log the model without code"
+        )
     return {"config": config, "classes": classes}
 
 
@@ -141,7 +149,9 @@ def _read_weights(uri: str, contents: dict[str, Any], artifacts: str, scratch: P
 def _file_size_limit(limit: int) -> Iterator[None]:
     """Lower the limit on the size of files that this process writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard)
+    )
     try:
         yield
     finally:

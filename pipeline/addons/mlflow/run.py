@@ -70,7 +70,9 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
     check_artifact_host(run.info.artifact_uri, uri)
     last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-    return MlflowRun(folder, config, client, run.info.run_id, run.info.experiment_id, run.info.artifact_uri, last_steps)
+    return MlflowRun(
+        folder, config, client, run.info.run_id, run.info.experiment_id, run.info.artifact_uri, last_steps
+    )
 
 
 def find_run(client: "MlflowClient", name: str) -> Any | None:

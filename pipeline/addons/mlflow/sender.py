@@ -99,7 +99,9 @@ class Sender:
         """Return the CPU time that the process has used."""
         return cpu_seconds(self._process.pid)
 
-    def close(self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None) -> bool:
+    def close(
+        self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None
+    ) -> bool:
         """Let the process deliver the rest and end; return True if everything was delivered.
 
         seconds_left: the time until this process must end, or None.

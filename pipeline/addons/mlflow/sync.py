@@ -13,7 +13,13 @@ import time
 from pathlib import Path
 
 from pipeline.addons.mlflow import READY, TRAINING_DONE
-from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, request_timeout, root_cause
+from pipeline.addons.mlflow.connection import (
+    FILE_TIMEOUT_S,
+    REQUEST_TIMEOUT_S,
+    log,
+    request_timeout,
+    root_cause,
+)
 from pipeline.addons.mlflow.delivery import Delivery
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
 from pipeline.config.credentials import without_password
@@ -39,7 +45,9 @@ def sync(path: Path, *, follow: bool) -> None:
     try:
         config = from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))
     except OSError as error:
-        problem = f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
+        problem = (
+            f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
+        )
         raise RequestError(problem, "give a run's folder, such as runs/digits") from None
     uri = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment() or tracking_uri(config, folder)
     if uri is None:
@@ -88,7 +96,9 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
     failure: Exception | None = None
     has_answered, has_more, pause = False, False, _POLL_S
     while True:
-        is_last = training_over.is_set()  # read before delivering, so that every row written until then is delivered
+        is_last = (
+            training_over.is_set()
+        )  # read before delivering, so that every row written until then is delivered
         try:
             delivery.send_rows()
             if is_last:

@@ -28,7 +28,9 @@ def check_server_answers(config: Config, folder: RunFolder) -> str:
     uri = tracking_uri(config, folder)
     if uri is None or not uri.startswith(("http://", "https://")):
         check_database_is_writable(uri)
-        return f"no server: {'track.uri=none' if uri is None else without_password(uri) + ignored_variables()}"
+        return (
+            f"no server: {'track.uri=none' if uri is None else without_password(uri) + ignored_variables()}"
+        )
     shown = without_password(uri)
     try:
         answer = request(uri, "api/2.0/mlflow/experiments/search?max_results=1")

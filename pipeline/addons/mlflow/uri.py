@@ -61,10 +61,18 @@ def check_tracking_uri(name: str, uri: str) -> None:
     if sqlite := re.fullmatch(_SQLITE, address):
         path = address.partition("://")[2].removeprefix("/")
         if mlflow_changes(sqlite[2]):
-            raise RequestError(f"{given}: MLflow opens only a UTF-8 path without ? and %", "name another file")
+            raise RequestError(
+                f"{given}: MLflow opens only a UTF-8 path without ? and %", "name another file"
+            )
         if os.path.isdir(path):
-            raise RequestError(f"{given} names a folder", f"give the database file in it, {show(uri)}/mlflow.db")
-    elif not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII) or re.search(r"\s", uri) or not _has_port(address):
+            raise RequestError(
+                f"{given} names a folder", f"give the database file in it, {show(uri)}/mlflow.db"
+            )
+    elif (
+        not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII)
+        or re.search(r"\s", uri)
+        or not _has_port(address)
+    ):
         raise RequestError(
             f"{given} is not allowed",
             "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a blank and"

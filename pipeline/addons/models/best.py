@@ -23,10 +23,13 @@ def best_checkpoint(target: str) -> Path:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise RequestError(
-            f"--best cannot read {folder.receipt} ({reason})", "give a run's folder, or a checkpoint without --best"
+            f"--best cannot read {folder.receipt} ({reason})",
+            "give a run's folder, or a checkpoint without --best",
         ) from None
     kept = {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
     for *_, step in evaluated:
         if -step in kept:
             return kept[-step]
-    raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out")
+    raise RequestError(
+        f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out"
+    )

@@ -43,7 +43,9 @@ def _predict(options: argparse.Namespace) -> str:
 
     from pipeline.addons.models import predict
 
-    return predict.predict(arguments.target_of(options), options.images, as_json=options.json, sheet=options.sheet)
+    return predict.predict(
+        arguments.target_of(options), options.images, as_json=options.json, sheet=options.sheet
+    )
 
 
 def _add_export(commands: Commands) -> None:
@@ -58,7 +60,12 @@ def _add_export(commands: Commands) -> None:
     add_overrides(parser)
     arguments.add_best(parser)
     add_trust(parser)
-    add("--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file")
+    add(
+        "--to",
+        required=True,
+        choices=("torch.export", "onnx", "safetensors"),
+        help="format of the exported file",
+    )
     add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
 
 

@@ -55,7 +55,9 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     with torch.inference_mode():
         expected = served(pixels)
     if not checkpoint.all_finite([expected]):
-        raise NotFiniteError(f"the logits of {source} are not finite on {description}: use another checkpoint")
+        raise NotFiniteError(
+            f"the logits of {source} are not finite on {description}: use another checkpoint"
+        )
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
@@ -66,9 +68,13 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
             loaded = write(served, pixels, temporary, config, contents)
             with torch.inference_mode():
                 single = torch.cat([loaded(image[None]) for image in pixels])
-                difference = float(torch.maximum((loaded(pixels) - expected).abs(), (single - expected).abs()).max())
+                difference = float(
+                    torch.maximum((loaded(pixels) - expected).abs(), (single - expected).abs()).max()
+                )
             if not difference <= _TOLERANCE:  # also true for NaN
-                problem = f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
+                problem = (
+                    f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
+                )
                 raise StorageError(f"{problem}: nothing was written; try another format")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
@@ -91,7 +97,10 @@ def _comparison_images(
             raise
         size, _ = evaluation_geometry(config.evaluate, config.augment)
         noise = torch.randint(256, (_IMAGES, 3, size, size), generator=torch.Generator().manual_seed(0))
-        return noise.float(), f"{_IMAGES} images of noise (validation images not found; give data.root=FOLDER)"
+        return (
+            noise.float(),
+            f"{_IMAGES} images of noise (validation images not found; give data.root=FOLDER)",
+        )
     return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
 
 

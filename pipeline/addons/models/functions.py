@@ -53,8 +53,12 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
         raise RequestError(problem, "install the package, or start in the folder that holds it") from error
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise RequestError(f"model.arch={arch}: {module_name} has no function {name}{nearest(name, functions)}")
+        functions = [
+            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
+        ]
+        raise RequestError(
+            f"model.arch={arch}: {module_name} has no function {name}{nearest(name, functions)}"
+        )
     return function  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,9 @@ _TARGET = "give a run's folder or a file step-….pt"
 def check_target(target: str | Path) -> None:
     """Check that `target` is a run's folder or a checkpoint."""
     if str(target).startswith(MODEL_URI_PREFIX):
-        raise RequestError(f"{target} is a model in MLflow, which only 'pipeline predict' takes", "give a run's folder")
+        raise RequestError(
+            f"{target} is a model in MLflow, which only 'pipeline predict' takes", "give a run's folder"
+        )
     check_exists(target, _TARGET)
     if os.path.isfile(target) and Path(target).suffix != ".pt":
         raise RequestError(f"{target} is not a checkpoint", _TARGET)
@@ -27,7 +29,9 @@ def check_model(target: str) -> None:
     if not target.startswith(MODEL_URI_PREFIX):
         check_target(target)
     elif not re.fullmatch(_MODEL_URI, target):
-        raise RequestError(f"{target!r} is not the URI of a model", "give models:/NAME@ALIAS or models:/NAME/VERSION")
+        raise RequestError(
+            f"{target!r} is not the URI of a model", "give models:/NAME@ALIAS or models:/NAME/VERSION"
+        )
 
 
 def check_run_folder(folder: Path) -> None:
@@ -42,7 +46,9 @@ def check_exists(path: str | Path, remedy: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(f"{path} does not exist", remedy) from None
     except OSError as error:
-        raise storage_outage(path, error) or RequestError(f"{path} cannot be read: {error.strerror}") from None
+        raise storage_outage(path, error) or RequestError(
+            f"{path} cannot be read: {error.strerror}"
+        ) from None
 
 
 def check_output(flag: str, file: Path | None) -> None:
@@ -54,4 +60,6 @@ def check_output(flag: str, file: Path | None) -> None:
             f"{flag} {file} cannot be written: {error.strerror}", "give the name of a new file"
         ) from None
     if target and not os.path.isdir(target.parent):
-        raise RequestError(f"{flag} {file} cannot be written: {target.parent} is not a folder", "name one that exists")
+        raise RequestError(
+            f"{flag} {file} cannot be written: {target.parent} is not a folder", "name one that exists"
+        )

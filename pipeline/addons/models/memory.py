@@ -48,14 +48,20 @@ def fit_passes(
             continue
         if accumulate == plan.accumulate:
             return plan
-        shortage = f"a pass of {plan.micro_batch} images does not fit into the memory of {_name(group.device)}"
+        shortage = (
+            f"a pass of {plan.micro_batch} images does not fit into the memory of {_name(group.device)}"
+        )
         if config.is_deterministic_on_gpus:
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
-            raise RequestError(f"{shortage}, and fewer at once would change the bits: {key}={value} fits").collective()
+            raise RequestError(
+                f"{shortage}, and fewer at once would change the bits: {key}={value} fits"
+            ).collective()
         if config.train.compile == "reduce-overhead":
             remedy = "lower batch.global, or use train.compile=on"
-            raise RequestError(f"{shortage}, and train.compile=reduce-overhead needs one pass", remedy).collective()
+            raise RequestError(
+                f"{shortage}, and train.compile=reduce-overhead needs one pass", remedy
+            ).collective()
         passes = f"{accumulate} passes of {images // accumulate} make the same batch"
         log(f"{shortage}: {passes} (batch.accumulate={accumulate})")
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
@@ -65,7 +71,9 @@ def fit_passes(
     ).collective()
 
 
-def make_try_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:
+def make_try_pass(
+    model: nn.Module, config: Config, plan: Plan, device: torch.device
+) -> Callable[[int], None]:
     """Return a function that tries a pass of so many images, with room for moments and EMA."""
     copies = config.optimizer.moments + (1 if config.train.ema is not None else 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -90,10 +90,15 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     rows = [(image, [classes[label] for label in labels], shares) for image, _, _, labels, shares in good]
     if as_json:
         tops = [
-            {"image": image, "top": [{"class": name, "probability": share} for name, share in zip(*top, strict=True)]}
+            {
+                "image": image,
+                "top": [{"class": name, "probability": share} for name, share in zip(*top, strict=True)],
+            }
             for image, *top in rows
         ]
-        return json.dumps({"predictions": tops, "bad": [{"image": name, "defect": bad[name]} for name in bad]})
+        return json.dumps(
+            {"predictions": tops, "bad": [{"image": name, "defect": bad[name]} for name in bad]}
+        )
     width = max(len(image) for image, _, _ in rows)
     class_width = max(len(name) for _, names, _ in rows for name in names)
     return "\n".join(
@@ -119,7 +124,9 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
             for row, sample in enumerate(batch.ids.tolist()):
                 probabilities = shares[row].tolist()
                 defect = defects.get(sample, "" if math.isfinite(probabilities[0]) else _NOT_FINITE)
-                yield _Prediction(images.name(sample), defect, batch.images[row], labels[row].tolist(), probabilities)
+                yield _Prediction(
+                    images.name(sample), defect, batch.images[row], labels[row].tolist(), probabilities
+                )
 
 
 def _draw(sheet: Path, predictions: list[_Prediction], classes: list[str], target: str) -> None:

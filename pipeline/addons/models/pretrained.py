@@ -35,7 +35,11 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
     """
     assert options.init is not None
     given, wanted = _read(options.arch, options.init), model.state_dict()
-    fitting = {name: tensor for name, tensor in given.items() if name in wanted and wanted[name].shape == tensor.shape}
+    fitting = {
+        name: tensor
+        for name, tensor in given.items()
+        if name in wanted and wanted[name].shape == tensor.shape
+    }
     if 2 * len(fitting) < len(wanted):
         raise RequestError(
             f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}",
@@ -45,7 +49,11 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_pretrained(
-    model: nn.Module, weights: dict[str, Tensor] | None, options: Model, group: Group, log: Callable[[str], None]
+    model: nn.Module,
+    weights: dict[str, Tensor] | None,
+    options: Model,
+    group: Group,
+    log: Callable[[str], None],
 ) -> None:
     """Load the `weights` that `read` returned on rank 0 into `model`, in every process."""
     if weights is not None:
@@ -92,7 +100,11 @@ def _heads(model: nn.Module, children: list[str]) -> list[str]:
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
     classifiers = [*named] if isinstance(named, (tuple, list)) else [named]
-    heads = [name for name in children if any(module in classifiers for module in model.get_submodule(name).modules())]
+    heads = [
+        name
+        for name in children
+        if any(module in classifiers for module in model.get_submodule(name).modules())
+    ]
     return heads or children[-1:]
 
 
@@ -105,7 +117,9 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         return _published(arch, init)
     if not os.path.exists(init):
         names = ", ".join(pretrained_weights(arch)) or "none"
-        remedy = f"give a file, a run's folder, models:/NAME@ALIAS, or torchvision's weights of {arch} ({names})"
+        remedy = (
+            f"give a file, a run's folder, models:/NAME@ALIAS, or torchvision's weights of {arch} ({names})"
+        )
         raise RequestError(f"model.init={init} does not exist", remedy)
     if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
         return read_state_dict(Path(init))
@@ -123,7 +137,9 @@ def _published(arch: str, name: str) -> dict[str, Tensor]:
         problem = f"model.init={name} is none of torchvision's weights of {arch}{nearest(name, list(names))}"
         raise RequestError(problem, f"give {' or '.join(names) or 'a file'}")
     try:
-        weights: dict[str, Tensor] = names[name].get_state_dict(progress=False, check_hash=True, weights_only=True)
+        weights: dict[str, Tensor] = names[name].get_state_dict(
+            progress=False, check_hash=True, weights_only=True
+        )
     except OSError as error:
         remedy = "put the file into torch's cache (TORCH_HOME), or name a path"
         raise TemporaryError(f"model.init={name} cannot be fetched ({error})", remedy) from error

@@ -14,7 +14,8 @@ def check_is_trusted(arch: str) -> None:
     """Raise RequestError if `arch` is a function that the user has not named."""
     if is_function(arch) and arch not in trusted():
         raise RequestError(
-            f"model.arch={arch} is a function, which a file names and you did not", f"it runs only with --trust {arch}"
+            f"model.arch={arch} is a function, which a file names and you did not",
+            f"it runs only with --trust {arch}",
         )
 
 

@@ -44,7 +44,9 @@ def open_validation(
             return _of_synthetic(config, contents)
         case "pack":
             if share is not None:
-                raise RequestError("data.val_split cannot be set for a pack, which has a split already", "leave it out")
+                raise RequestError(
+                    "data.val_split cannot be set for a pack, which has a split already", "leave it out"
+                )
             return _of_pack(config, contents)
         case _:
             return _of_folder(config, contents, trained, share)
@@ -61,7 +63,9 @@ def _of_synthetic(config: Config, contents: dict[str, Any]) -> tuple[Source, str
     return source, f"{len(source.val):,} synthetic images"
 
 
-def _of_folder(config: Config, contents: dict[str, Any], trained: Config, share: float | None) -> tuple[Source, str]:
+def _of_folder(
+    config: Config, contents: dict[str, Any], trained: Config, share: float | None
+) -> tuple[Source, str]:
     root = data_root(config)
     ensure_digits(config)
     has_val = (root / "val").is_dir()
@@ -131,4 +135,6 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
         raise RequestError(f"the pack has classes that the model does not know: {list_first(unknown, 5)}")
     labels = np.array([known[class_of(name)] for name in index.classes], np.int32)
     index = replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
-    return source_from_index(place, index, config), f"the {len(index.val):,} validation images of the pack {place}"
+    return source_from_index(
+        place, index, config
+    ), f"the {len(index.val):,} validation images of the pack {place}"

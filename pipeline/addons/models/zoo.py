@@ -102,7 +102,20 @@ class _Whitening(nn.Module):
     outputs correlate by more than 0.16.
     """
 
-    _VARIANCES = (12.48, 0.495, 0.419, 0.0673, 1.032, 0.00712, 0.00464, 0.00025, 0.217, 0.00261, 0.00191, 0.00015)
+    _VARIANCES = (
+        12.48,
+        0.495,
+        0.419,
+        0.0673,
+        1.032,
+        0.00712,
+        0.00464,
+        0.00025,
+        0.217,
+        0.00261,
+        0.00191,
+        0.00015,
+    )
     """The variances of the outputs on CIFAR-10, colour by pattern."""
 
     def __init__(self) -> None:
@@ -136,7 +149,14 @@ def airbench96(num_classes: int = 10) -> nn.Module:
 
 def vit_s_16(num_classes: int = 1000, **options: Any) -> nn.Module:
     """Return ViT-S/16 (Touvron et al., "DeiT", 2021; big_vision's S/16)."""
-    size = {"image_size": 224, "patch_size": 16, "num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
+    size = {
+        "image_size": 224,
+        "patch_size": 16,
+        "num_layers": 12,
+        "num_heads": 6,
+        "hidden_dim": 384,
+        "mlp_dim": 1536,
+    }
     model: nn.Module = VisionTransformer(**{**size, **options}, num_classes=num_classes)
     return model
 

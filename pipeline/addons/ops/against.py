@@ -39,7 +39,9 @@ def against(run_dir: Path, folder: Path, page: Path | None = None) -> int:
     keys = training_keys(run.config())
     published = list(_published(folder, run))
     if not published:
-        raise RequestError(f"no receipt in {folder} can be read", "give a run's folder, or a folder of such folders")
+        raise RequestError(
+            f"no receipt in {folder} can be read", "give a run's folder, or a folder of such folders"
+        )
     changed, nearest = min(published, key=lambda found: len(found[0]))
     if changed:
         shown = list_first([f"{key}={keys.get(key)}" for key in changed], 3)
@@ -75,7 +77,10 @@ def _compare(run: Run, other: Run) -> tuple[int, str]:
     weights, stated = ({step: row["weights"] for step, row in found.rows.items()} for found in (run, other))
     place, common = other.folder.path, sorted(weights.keys() & stated.keys())
     if not common:
-        return _EXPLAINED, f"no step has an evaluation in {run.folder.path} and in {place}: nothing can be compared"
+        return (
+            _EXPLAINED,
+            f"no step has an evaluation in {run.folder.path} and in {place}: nothing can be compared",
+        )
     step = next((step for step in common if weights[step] != stated[step]), None)
     if step is not None:
         difference = f"differs: at step {step} weights is {weights[step]}, and {stated[step]} in {place}"

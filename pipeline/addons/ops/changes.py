@@ -26,7 +26,9 @@ def describe_data_change(config: Config, source: Source, before: str, fallback_c
     if index is None:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
     # version 0.2 sorted names as the system spells them
-    lines = list(changes(index, source.index)) or ["its names are sorted in another way, in Unicode's form NFC"]
+    lines = list(changes(index, source.index)) or [
+        "its names are sorted in another way, in Unicode's form NFC"
+    ]
     return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 

@@ -26,11 +26,17 @@ def _add_doctor(commands: Commands) -> None:
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
     help = "processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)"
     add("--world", type=positive_int, metavar="N", help=help)
-    add("--nodes", type=positive_int, metavar="M", help="machines in the whole job (default: PET_NNODES, or 1)")
+    add(
+        "--nodes",
+        type=positive_int,
+        metavar="M",
+        help="machines in the whole job (default: PET_NNODES, or 1)",
+    )
     add_gpu_speed(parser)
     add("--json", action="store_true", help="print JSON")
     checks = (
-        "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
+        "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give "
+        "chance accuracy"
     )
     add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
 
@@ -82,7 +88,9 @@ def _verify(options: argparse.Namespace) -> int:
         return against(options.run_dir, options.against, options.page)
     if options.page:
         raise RequestError("--page needs --against", "give both, or leave --page out")
-    handle(signal.default_int_handler)  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
+    handle(
+        signal.default_int_handler
+    )  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
 
     from pipeline.addons.ops import verify
 

@@ -59,7 +59,9 @@ class Run:
     @property
     def rows(self) -> dict[int, dict[str, Any]]:
         """Evaluations by step, in ascending order."""
-        return {row["step"]: row for row in sorted(self.receipt["evaluations"], key=lambda row: int(row["step"]))}
+        return {
+            row["step"]: row for row in sorted(self.receipt["evaluations"], key=lambda row: int(row["step"]))
+        }
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -90,7 +92,10 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     rows = [row for step, row in old.rows.items() if start < step <= last and step in new.rows]
     files, new_files = old.checkpoints(), new.checkpoints()
     steps = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
-    stated = [*islice(_row_differences(old, new, start, last), 1), *islice(_plan_differences(old, new, start, last), 1)]
+    stated = [
+        *islice(_row_differences(old, new, start, last), 1),
+        *islice(_plan_differences(old, new, start, last), 1),
+    ]
     batch = _trace_difference(old.folder, new.folder, start, last)
     pairs = ((step, _tensor_digests(files[step]), _tensor_digests(new_files[step])) for step in steps)
     tensor = _first_tensor(pairs)
@@ -101,7 +106,9 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
         facts = {name for found in (*old.starts, *new.starts) for name in found} - {*_NOT_A_CAUSE}
         causes = list(islice(changed_facts(new, old, sorted(facts)), _SHOWN_CAUSES))
         cause = (
-            f"probable cause: {', '.join(causes)}" if causes else "no change of software, threads or device is known"
+            f"probable cause: {', '.join(causes)}"
+            if causes
+            else "no change of software, threads or device is known"
         )
         return f"differs: {'; '.join(filter(None, [*stated, batch, tensor, cause]))}"
     left_out = [str(step) for step in old.rows if start < step <= last and step not in new.rows]
@@ -179,11 +186,15 @@ def _trace_difference(old: RunFolder, new: RunFolder, start: int, last: int) -> 
     if not old.trace.exists():
         return ""
     traces = (read(folder.trace) for folder in (old, new))
-    rows, new_rows = ((row for row, _ in trace if row.get("step") not in range(start + 1)) for trace in traces)
+    rows, new_rows = (
+        (row for row, _ in trace if row.get("step") not in range(start + 1)) for trace in traces
+    )
     for step in range(start + 1, last + 1):
         row, now = next(rows, {}), next(new_rows, {})
         if now != row:
-            kind = "other samples" if row.get("ids") != now.get("ids") else "the same samples with other pixels"
+            kind = (
+                "other samples" if row.get("ids") != now.get("ids") else "the same samples with other pixels"
+            )
             return f"the first batch to differ from trace.jsonl is that of step {step}, {kind}"
     return ""
 
@@ -216,7 +227,9 @@ def _tensor_digests(path: Path) -> dict[str, str]:
 
     contents = decode(read_verified(path), path)
     return {
-        name: digest for part in ("model", "average", "optimizer") for name, digest in digests(contents[part], part)
+        name: digest
+        for part in ("model", "average", "optimizer")
+        for name, digest in digests(contents[part], part)
     }
 
 
@@ -230,4 +243,8 @@ def _checksums(rows: list[dict[str, Any]], new: Run) -> Iterator[tuple[int, dict
         if "tensors" in row:
             texts = (row["tensors"], new.rows[row["step"]]["tensors"])
             old, now = (dict(zip(sorted(names), re.findall("." * 8, text), strict=False)) for text in texts)
-            yield row["step"], {name: old.get(name, "") for name in names}, {name: now[name] for name in names}
+            yield (
+                row["step"],
+                {name: old.get(name, "") for name in names},
+                {name: now[name] for name in names},
+            )

@@ -217,7 +217,9 @@ class Doctor:
             return "a fresh start"
         if run is self.folder:
             return f"config is compatible with the existing run; resumes from {found.path}"
-        return f"config is compatible with the run in {config.checkpoint.mirror}; resumes from {found.path.name}"
+        return (
+            f"config is compatible with the run in {config.checkpoint.mirror}; resumes from {found.path.name}"
+        )
 
     def _check_model(self) -> str:
         from pipeline.addons.ops.model import check_model_builds
@@ -273,8 +275,12 @@ def check_names_resolve(endpoint: str) -> str:
                 addresses[name] = socket.gethostbyname(name)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    problem = f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
-                    remedy = "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                    problem = (
+                        f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
+                    )
+                    remedy = (
+                        "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                    )
                     raise TemporaryError(problem, remedy) from None
                 time.sleep(1)
     return ", ".join(f"{name} is {address}" for name, address in addresses.items())

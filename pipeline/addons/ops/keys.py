@@ -18,7 +18,10 @@ def describe_keys(width: int = 80) -> str:
         if key != "recipe":
             text = " ".join(schema["description"].split())
             value = "none" if default is None and "none: " in text else show(default)
-            lines = [*textwrap.wrap(text, width - 6), *textwrap.wrap(f"Allowed: {_allowed(schema)}.", width - 6)]
+            lines = [
+                *textwrap.wrap(text, width - 6),
+                *textwrap.wrap(f"Allowed: {_allowed(schema)}.", width - 6),
+            ]
             section = key.partition(".")[0] if "." in key else "top level"
             blocks.setdefault(section, []).append("\n      ".join([f"  {key}={value}", *lines]))
     return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
@@ -26,7 +29,11 @@ def describe_keys(width: int = 80) -> str:
 
 def explain(error: Any) -> tuple[str, str]:
     """Return problem and remedy of an error of pydantic: the key, its value, the allowed values."""
-    location, given, cause = [str(part) for part in error["loc"]], error["input"], error.get("ctx", {}).get("error")
+    location, given, cause = (
+        [str(part) for part in error["loc"]],
+        error["input"],
+        error.get("ctx", {}).get("error"),
+    )
     key = ".".join(location[:2])  # without the place in a list
     if isinstance(cause, UnicodeEncodeError) or (error["type"] == "string_unicode" and key in all_keys()):
         problem = f"{key}={show(given)} is not {sys.getfilesystemencoding()} text, as this locale needs"
@@ -52,7 +59,9 @@ def _unknown_key(key: str, given: object) -> str:
         key = f"{key}.{inner}"
     if key in all_keys():  # a dotted key in YAML
         section, _, name = key.partition(".")
-        return f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
+        return (
+            f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
+        )
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
     return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
 

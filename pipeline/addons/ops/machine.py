@@ -33,7 +33,9 @@ _LOCAL_FILE_SYSTEMS = ("ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs"
 def check_cpu_per_process(here: World) -> str:
     """Check that there is at least one CPU for each process."""
     if here.cpus < here.local_size:
-        remedy = "start fewer, or give the container more (its quota and affinity count, not the host's number)"
+        remedy = (
+            "start fewer, or give the container more (its quota and affinity count, not the host's number)"
+        )
         raise RequestError(f"{here.local_size} processes share {here.cpus} CPUs", remedy)
     return f"{here.cpus} available, {here.local_size} needed"
 
@@ -72,7 +74,9 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
 def _file_system(place: Path) -> str:
     """Return the type of the file system that holds `place`, such as ext4 or nfs4."""
     real, kinds = Path(os.path.realpath(place)), dict[Path, str]()
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n"):
+    for line in (
+        Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
+    ):
         mount, _, details = line.partition(" - ")
         name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
         kinds[Path(name)] = details.split()[0]  # of two mounts on one folder the later one is seen
@@ -111,7 +115,9 @@ def check_images_decode(source: Source) -> str:
             except (BadImageError, UnreadableError) as error:
                 defects.append(f"{images.name(sample)} ({error})")
     if defects:
-        problem = f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
+        problem = (
+            f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
+        )
         raise StorageError(problem, "list all with 'pipeline data check'")
     return f"{_SAMPLES} images of each split, JPEG by {jpeg_decoder()}"
 

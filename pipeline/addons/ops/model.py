@@ -27,7 +27,9 @@ _NOT_DETERMINISTIC = (
 )  # fmt: skip
 
 
-def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> dict[str, Tensor] | None:
+def check_model_builds(
+    config: Config, plan: Plan, here: World, *, is_resumed: bool
+) -> dict[str, Tensor] | None:
     """Check that the model can be built, run, frozen, split and differentiated as planned.
 
     Returns the initial weights if model.init names some. A resumed run does not need them: its
@@ -72,7 +74,9 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
     passes.append((2, eval_size, f"raise evaluate.size{hint}"))
     for images, side, remedy in passes:
         try:
-            logits = _try_pass(options, num_classes, images, side, is_training=(images, side, remedy) != passes[-1])
+            logits = _try_pass(
+                options, num_classes, images, side, is_training=(images, side, remedy) != passes[-1]
+            )
         except RequestError:
             raise
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
@@ -132,7 +136,9 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
         nodes += new
 
 
-def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Module, batch: int, size: int) -> None:
+def check_weights_have_gradients(
+    options: Model, num_classes: int, model: nn.Module, batch: int, size: int
+) -> None:
     """Check that each trained weight of `model`, on the meta device, takes part in a training pass.
 
     DDP waits for every gradient. Raises RequestError if the gradient of a weight never comes.
@@ -144,7 +150,9 @@ def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Mod
         try:  # a model that needs values
             used = build(options, num_classes).train()
             _forward(used, min(batch, 2), size).sum().backward()
-        except Exception:  # a model that needs values and more images: DDP itself reports a gradient that never comes
+        except (
+            Exception
+        ):  # a model that needs values and more images: DDP itself reports a gradient that never comes
             return
     missing = {name for name, param in used.named_parameters() if param.grad is None}
     unused = [name for name, param in model.named_parameters() if param.requires_grad and name in missing]

@@ -21,7 +21,11 @@ def add_commands(commands: Commands) -> None:
     add("--world", type=count_or_range, default="1", metavar="N", help=help)
     add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
     add_gpu_speed(parser)
-    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the rows below them")
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON: the contents of a run's plan.json, and the rows below them",
+    )
 
 
 def add_gpu_speed(parser: Parser) -> None:
@@ -61,7 +65,9 @@ def _plan(options: argparse.Namespace) -> str:
     if options.json:
         texts = dict(row.split(maxsplit=1) for row in rows)
         effective = dict(zip(counts, effective_counts(plan, [*counts.values()]), strict=True))
-        return json.dumps({**plan.to_dict(), "parameters": parameters, **texts, "effective_counts": effective})
+        return json.dumps(
+            {**plan.to_dict(), "parameters": parameters, **texts, "effective_counts": effective}
+        )
     if plan.balance != "none" and not counts:
         rows.append("  classes        not counted before the digits are made")
     elif counts:

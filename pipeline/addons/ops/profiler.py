@@ -30,7 +30,9 @@ class ToProfile(Listener):
 
     def stepped(self, update: Update) -> None:
         self._start_if_due(update.step)
-        if update.step == self._last and self._is_recording:  # a run that resumes in the window records nothing
+        if (
+            update.step == self._last and self._is_recording
+        ):  # a run that resumes in the window records nothing
             self._profile.stop()
             try:
                 self._file.parent.mkdir(exist_ok=True)

@@ -65,7 +65,11 @@ def _commit() -> str | None:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
-        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5).decode(errors="replace").strip()
+        return (
+            subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5)
+            .decode(errors="replace")
+            .strip()
+        )
 
     with suppress(OSError, subprocess.SubprocessError):
         git("ls-files", "--error-unmatch", "__init__.py")
@@ -88,4 +92,7 @@ def model_provenance(arch: str) -> dict[str, str]:
     if file is None:
         return {}
     with open(file, "rb") as code:
-        return {"model_file": os.path.basename(file), "model_sha256": hashlib.file_digest(code, "sha256").hexdigest()}
+        return {
+            "model_file": os.path.basename(file),
+            "model_sha256": hashlib.file_digest(code, "sha256").hexdigest(),
+        }

@@ -36,7 +36,10 @@ def _is_complete(receipt: dict[str, Any]) -> bool:
         return (
             all(receipt[name] is None or isinstance(receipt[name], str) for name in ("data", "done"))
             and len(receipt["starts"]) > 0
-            and all(_is_int(start["step"], 0) and _is_int(start["world"], 1, _MAX_WORLD) for start in receipt["starts"])
+            and all(
+                _is_int(start["step"], 0) and _is_int(start["world"], 1, _MAX_WORLD)
+                for start in receipt["starts"]
+            )
             and isinstance(receipt["evaluations"], list)
             and all(_is_evaluation(row) for row in receipt["evaluations"])
             and _is_int(receipt["plan"]["steps_per_epoch"], 1)

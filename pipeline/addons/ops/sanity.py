@@ -62,7 +62,9 @@ class SanityChecks:
         images, labels = self._batch(0)
         loss = self._train(self._build_model(), lambda _: (images, labels))
         if not loss <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
-            problem = f"the model does not overfit {len(labels)} images in {_STEPS} steps, to a loss of {loss:.2f}"
+            problem = (
+                f"the model does not overfit {len(labels)} images in {_STEPS} steps, to a loss of {loss:.2f}"
+            )
             remedy = "lower augment.* (report/augmentation.png of a run shows what is left of the images)"
             raise RequestError(problem, f"{remedy}, then look at the labels")
         return f"the model overfits {len(labels)} images to a loss of {loss:.2f}"
@@ -78,7 +80,9 @@ class SanityChecks:
         self._train(model, batch)
         correct, labels = self._evaluate(model)
         total = len(labels)
-        chance = float(labels.bincount().max()) / total  # accuracy of always answering the most frequent class
+        chance = (
+            float(labels.bincount().max()) / total
+        )  # accuracy of always answering the most frequent class
         if correct / total > chance + _SIGMAS * math.sqrt(chance * (1 - chance) / total):
             problem = f"trained on shuffled labels, the model classifies {correct} of {total} validation images right"
             reason = f"above chance ({chance:.1%}), so something other than the picture reveals the label"

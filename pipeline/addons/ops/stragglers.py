@@ -49,7 +49,9 @@ class StragglerWatch:
         times = torch.zeros(self._group.size if self._is_on else 0, dtype=torch.int64)
         if self._is_on:
             is_cuda = self._group.device.type == "cuda"
-            seconds = [start.elapsed_time(end) / 1000 if is_cuda else end - start for start, end in self._steps]
+            seconds = [
+                start.elapsed_time(end) / 1000 if is_cuda else end - start for start, end in self._steps
+            ]
             times[self._group.rank] = round(1e6 * sum(seconds))
         self._steps.clear()
         return times
@@ -64,7 +66,10 @@ class StragglerWatch:
         if ratio < _RECOVERED:
             self._named.clear()
         self._slow_ranks = [*self._slow_ranks[-1:], slowest] if ratio >= _SLOW else []
-        if self._slow_ranks[-_REPORTS_IN_A_ROW:] == [slowest] * _REPORTS_IN_A_ROW and slowest not in self._named:
+        if (
+            self._slow_ranks[-_REPORTS_IN_A_ROW:] == [slowest] * _REPORTS_IN_A_ROW
+            and slowest not in self._named
+        ):
             self._named.add(slowest)
             own, other = (f"{spent / 1000 / steps:,.0f} ms" for spent in (times[slowest], others))
             part = "its own part of a step (data, forward, backward)"

@@ -91,14 +91,18 @@ class ToAdvice(Listener):
             self._advised.add(advice[0])
             self._log(advice[1])
         if step >= self._plan.last_step:
-            self._log(f"{format_duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
+            self._log(
+                f"{format_duration(sum(self._spent.values()))} since the start: {describe(self._spent)}"
+            )
 
 
 def describe(spent: Seconds) -> str:
     """Return the entries with their shares, the largest first, without those below 0.5 %."""
     total = max(1e-9, sum(spent.values()))
     shares = sorted(((seconds / total, entry) for entry, seconds in spent.items()), reverse=True)
-    return ", ".join(f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005)
+    return ", ".join(
+        f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005
+    )
 
 
 def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
@@ -121,7 +125,9 @@ def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
 def _workers(spent: Seconds, plan: Plan, cpus: int) -> str:
     """Return advice on how many loader workers a node needs to keep up."""
     others = max(1e-9, sum(spent[entry] for entry in (*_ON_DEVICE, "tracking", "other")))
-    busy = plan.workers_per_node * (others + spent["data"]) if plan.workers else spent["data"] * plan.local_world
+    busy = (
+        plan.workers_per_node * (others + spent["data"]) if plan.workers else spent["data"] * plan.local_world
+    )
     needed = max(plan.workers_per_node + 1, math.ceil(busy / others))
     enough = f"{needed} worker{'s' if needed > 1 else ''} would be enough"
     if needed <= cpus:

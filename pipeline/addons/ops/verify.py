@@ -56,7 +56,9 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
         new = Run.read(repeated)
         if new.starts[0]["step"] != start:
             first = f"started at step {new.starts[0]['step']} and not at step {start}"
-            raise RequestError(f"the repetition {first}, so it did not train these steps and nothing was compared")
+            raise RequestError(
+                f"the repetition {first}, so it did not train these steps and nothing was compared"
+            )
         result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
     if run.folder.delivered.exists():
@@ -81,7 +83,9 @@ def _repetition_config(run: Run, repeated: Path) -> Config:
     check_place_is_trusted("model.init", config.model.init)
     if config.data.source == "digits" and not os.path.exists(sources.data_root(config)):
         config = config.replacing("data", root=None)
-    check_is_trusted(config.model.arch)  # to repeat the run, `pipeline train` gets this configuration as a recipe
+    check_is_trusted(
+        config.model.arch
+    )  # to repeat the run, `pipeline train` gets this configuration as a recipe
     return config
 
 
@@ -89,7 +93,9 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
     refused = f"the run in {run.folder.path}"
     if not config.is_deterministic:
         problem = f"{refused} is not deterministic (run.deterministic=false and run.exact=false)"
-        raise RequestError(f"{problem}, so its weights differ each time", "train with run.deterministic=true to verify")
+        raise RequestError(
+            f"{problem}, so its weights differ each time", "train with run.deterministic=true to verify"
+        )
     starts = run.starts_after(start)
     if not starts:
         place = f"at step {run.starts[0]['step']}, from another run's checkpoint"
@@ -145,7 +151,9 @@ def _checkpoint_of(run: Run, step: int) -> Path:
     stated = run.rows.get(step, {"weights": digest})["weights"]
     if stated != digest:
         problem = f"{found[step]} does not belong to the receipt"
-        raise RequestError(f"{problem}: its weights are {digest}, and those of step {step} in the receipt {stated}")
+        raise RequestError(
+            f"{problem}: its weights are {digest}, and those of step {step} in the receipt {stated}"
+        )
     return found[step]
 
 
@@ -168,4 +176,6 @@ def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
     ).returncode
     if code:
         kind = errors.from_exit_code(code) if code in errors.PERMANENT else TemporaryError
-        raise kind(f"the repetition failed (exit {code}) and nothing was compared: its own error is printed above")
+        raise kind(
+            f"the repetition failed (exit {code}) and nothing was compared: its own error is printed above"
+        )

@@ -126,7 +126,9 @@ def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     figure = _figure(6.5, 6)
     axes = figure.subplots()
     norm = PowerNorm(1 if has_numbers else 0.5, 0, 1)
-    figure.colorbar(axes.imshow(shares, cmap="Blues", norm=norm), label="share of the true class's images", shrink=0.8)
+    figure.colorbar(
+        axes.imshow(shares, cmap="Blues", norm=norm), label="share of the true class's images", shrink=0.8
+    )
     part = f" of the worst {len(shown)} of {num_classes:,} classes" if len(shown) < num_classes else ""
     axes.set_title(f"confusion matrix{part}, {title}\n{images[shown].sum():,} images", fontsize=10)
     axes.set_xlabel("predicted class")
@@ -138,7 +140,9 @@ def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     if has_numbers:
         for row, column in np.argwhere(numbers):
             colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(column, row, f"{numbers[row, column]:,}", ha="center", va="center", color=colour, fontsize=8)
+            axes.text(
+                column, row, f"{numbers[row, column]:,}", ha="center", va="center", color=colour, fontsize=8
+            )
     figure.savefig(path, dpi=120)
 
 
@@ -151,10 +155,14 @@ def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     axes = figure.subplots()
     bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
     axes.bar_label(bars, [f"{correct:,}/{images:,}" for _, correct, images in shown], padding=3, fontsize=7)
-    axes.set_yticks(range(len(shown)), [drawn_name(evaluation.classes[row[0]], row[0]) for row in shown], **_style(7))
+    axes.set_yticks(
+        range(len(shown)), [drawn_name(evaluation.classes[row[0]], row[0]) for row in shown], **_style(7)
+    )
     axes.set_xlim(0, 1.15)
     axes.set_xlabel("correct images / images of the class", fontsize=8)
-    part = f"the worst {len(shown)} of {len(recalls):,} classes" if len(shown) < len(recalls) else "each class"
+    part = (
+        f"the worst {len(shown)} of {len(recalls):,} classes" if len(shown) < len(recalls) else "each class"
+    )
     if len(recalls) < num_classes:
         part += f" with images ({len(recalls):,} of {num_classes:,})"
     axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
@@ -172,7 +180,9 @@ def draw_reliability(path: Path, evaluation: SavedEvaluation, title: str) -> Non
     above.plot((0, 1), (0, 1), color="gray", linestyle="--", linewidth=0.8, label="calibrated")
     above.bar(centres, accuracy, width=width, label="accuracy")
     mean_confidence = confidence[used] / CONFIDENCE_UNIT / images[used]
-    above.plot(mean_confidence, accuracy, "o", color="tab:orange", markersize=4, label="at its mean confidence")
+    above.plot(
+        mean_confidence, accuracy, "o", color="tab:orange", markersize=4, label="at its mean confidence"
+    )
     above.set_ylabel("correct images / images", fontsize=8)
     above.set_ylim(0, 1.02)
     above.legend(fontsize=8, loc="upper left")
@@ -191,7 +201,9 @@ def draw_mistakes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     """Draw the most confident mistakes, or write no file if there are none."""
     tiles = []
     for pixels, *labels, confidence in evaluations.shown_mistakes(evaluation):
-        predicted, true = (drawn_name(evaluation.classes[label], label, _CAPTION_CHARACTERS) for label in labels)
+        predicted, true = (
+            drawn_name(evaluation.classes[label], label, _CAPTION_CHARACTERS) for label in labels
+        )
         tiles.append(Tile(pixels, f"predicted {predicted} ({confidence:.2f})\ntrue {true}"))
     if tiles:
         draw_contact_sheet(path, tiles, f"most confident mistakes (probability of the wrong class), {title}")

@@ -68,7 +68,9 @@ def render_page(folder: RunFolder) -> str:
         except Exception as error:  # whatever is damaged: the rest is shown
             shown[name.replace(" ", "_")] = None
             left_out[name] = _reason(error)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text: str = template.render(title=folder.path.absolute().name, left_out=left_out, **shown)
     return text.encode(errors="replace").decode()  # the name of a folder may not be valid Unicode
@@ -163,7 +165,8 @@ def _evaluations(folder: RunFolder) -> list[list[Any]]:
         raise ValueError("no evaluation yet")
     keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
     return [
-        [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]] for row in rows
+        [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]]
+        for row in rows
     ]
 
 

@@ -70,7 +70,9 @@ class ToReport(Listener):
             except OutageError as outage:  # training notices by itself, and waits
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break
-        kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
+        kept = SavedEvaluation(
+            result.predictions, list(self._source.classes), mistakes, _small(images).numpy()
+        )
         self._keep(lambda: evaluations.save_evaluation(self._folder, result.evaluation.step, kept))
 
     def closed(self, end: End) -> None:
@@ -82,7 +84,9 @@ class ToReport(Listener):
     def _draw(self) -> None:
         """Draw the pictures of the report, in another process."""
         self._folder.check_ours()
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        }
         environment[STARTED_BY_RUN] = "1"
         command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
         try:
@@ -100,7 +104,9 @@ class ToReport(Listener):
         try:
             save()
         except OSError as error:
-            self._log(f"the data of {self._report} could not be written: {error.strerror}; training continues")
+            self._log(
+                f"the data of {self._report} could not be written: {error.strerror}; training continues"
+            )
 
 
 def _small(images: Tensor) -> Tensor:

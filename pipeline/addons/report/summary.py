@@ -46,14 +46,23 @@ def describe_run(folder: RunFolder, config: Config) -> str:
     receipt = run["receipt"]
     starts = receipt["starts"]
     status = run["status"] + (f", after {len(starts)} starts" if len(starts) > 1 else "")
-    paragraphs = [f"**{run['recipe']}**: {run['what']}.", f"{status}: `{run['line']}`" if run["line"] else f"{status}."]
+    paragraphs = [
+        f"**{run['recipe']}**: {run['what']}.",
+        f"{status}: `{run['line']}`" if run["line"] else f"{status}.",
+    ]
     if best := run["best"]:
-        paragraphs.append(f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images).")
-    facts = {"data": receipt["data"]} | {name: starts[-1][name] for name in _FACTS if starts and name in starts[-1]}
+        paragraphs.append(
+            f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images)."
+        )
+    facts = {"data": receipt["data"]} | {
+        name: starts[-1][name] for name in _FACTS if starts and name in starts[-1]
+    }
     rows = [f"| {name.replace('_', ' ')} | `{value}` |" for name, value in facts.items()]
     paragraphs.append("\n".join(["| | |", "| --- | --- |", *rows]))
     command = repeat_command(receipt["plan"]["world"])
     paragraphs += ["To repeat it, with the file `config.yaml` from the artifacts:", f"```\n{command}\n```"]
     if config.is_deterministic:
-        paragraphs.append("It is deterministic: `pipeline verify` with its folder compares a repetition bit for bit.")
+        paragraphs.append(
+            "It is deterministic: `pipeline verify` with its folder compares a repetition bit for bit."
+        )
     return "\n\n".join(paragraphs)

@@ -41,7 +41,9 @@ from pipeline.model.weights import map_tensors, replace_tensors
 from pipeline.plan import Plan
 from pipeline.train.optimizer import parameter_groups
 
-_CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
+_CAST_BY_AUTOCAST = {
+    kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+}
 """Forward functions that use weights only as autocast casts them, to bf16."""
 
 
@@ -100,7 +102,9 @@ class FSDPStrategy(ShardedStrategy):
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
         def gather(tensor: Tensor) -> Tensor | None:
             if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()  # a collective: all processes gather, whichever keeps the result
+                tensor = (
+                    tensor.full_tensor()
+                )  # a collective: all processes gather, whichever keeps the result
             return tensor.detach().cpu() if self.group.is_main else None
 
         full: dict[str, Any] = map_tensors(states, gather)
@@ -195,7 +199,8 @@ def _fp32_modules(block: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in block.modules()
-        if any(True for _ in module.parameters(recurse=False)) and type(module).forward not in _CAST_BY_AUTOCAST
+        if any(True for _ in module.parameters(recurse=False))
+        and type(module).forward not in _CAST_BY_AUTOCAST
     ]
 
 

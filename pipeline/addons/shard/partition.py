@@ -109,13 +109,16 @@ def _layers(model: nn.Module, arch: str) -> list[Layer]:
     if listed is None:
         families = ", ".join(sorted(family.__name__ for family in _LAYERS))
         raise RequestError(
-            f"parallel=stages cannot split model.arch={arch}", f"use one of torchvision's {families}, or parallel=fsdp"
+            f"parallel=stages cannot split model.arch={arch}",
+            f"use one of torchvision's {families}, or parallel=fsdp",
         )
     layers: list[Layer] = []
     for item in listed:
         layers += [item] if isinstance(item, Layer) else _members(model, item)
     owned = [name for layer in layers for name in layer.owns]
-    assert all(_is_within(name, owned) for name in model.state_dict()), f"the layers of {arch} miss some weights"
+    assert all(_is_within(name, owned) for name in model.state_dict()), (
+        f"the layers of {arch} miss some weights"
+    )
     return layers
 
 

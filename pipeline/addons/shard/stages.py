@@ -47,7 +47,9 @@ class StagesStrategy(ShardedStrategy):
         self._copy, self._stage = divmod(group.rank, plan.stages)
         ranks = range(group.size)
         # a copy's stages are neighbours; the same stage of all copies averages its gradients
-        self._pp_group = join_one_of([ranks[first : first + self._count] for first in ranks[:: self._count]], group)
+        self._pp_group = join_one_of(
+            [ranks[first : first + self._count] for first in ranks[:: self._count]], group
+        )
         self._dp_group = join_one_of([ranks[stage :: self._count] for stage in range(self._count)], group)
         state = model.state_dict()
         self._whole_state = replace_tensors(state, dict.fromkeys(state))  # names and versions only
@@ -64,7 +66,9 @@ class StagesStrategy(ShardedStrategy):
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[config.stages.schedule]
         # the loss is divided here, for all passes of a step; torch would also divide what earlier
         # passes left
-        self._schedule = schedule(self._pipeline(part), plan.micro_batches, self._micro_batch_loss, scale_grads=False)
+        self._schedule = schedule(
+            self._pipeline(part), plan.micro_batches, self._micro_batch_loss, scale_grads=False
+        )
         self._loss_parts = plan.micro_batches * plan.accumulate
         self._targets: Targets | None = None
         self._computed: Callable[[], None] | None = None
@@ -114,7 +118,9 @@ class StagesStrategy(ShardedStrategy):
         dist.gather_object(part, parts if self._stage == 0 else None, group=self._pp_group, group_dst=0)
         if self._stage:
             return elsewhere
-        full = {key: self._join_weights([part[key] for part in parts]) for key in states if key != "optimizer"}
+        full = {
+            key: self._join_weights([part[key] for part in parts]) for key in states if key != "optimizer"
+        }
         if "optimizer" in states:
             full["optimizer"] = _join_optimizers([part["optimizer"] for part in parts])
         return full
@@ -127,7 +133,8 @@ class StagesStrategy(ShardedStrategy):
     def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
         names = set(self.model.state_dict())
         local = {
-            key: full and replace_tensors(full, {name: tensor for name, tensor in full.items() if name in names})
+            key: full
+            and replace_tensors(full, {name: tensor for name, tensor in full.items() if name in names})
             for key, full in states.items()
         }
         here = {whole: number for number, whole in self._numbers.items()}
@@ -194,7 +201,9 @@ def _optimizer_names(model: nn.Module) -> list[str]:
 def _renumber(optimizer: dict[str, Any], numbers: dict[int, int]) -> dict[str, Any]:
     """Return an optimizer's state with other numbers, without parameters that have none."""
     return {
-        "state": {numbers[number]: moments for number, moments in optimizer["state"].items() if number in numbers},
+        "state": {
+            numbers[number]: moments for number, moments in optimizer["state"].items() if number in numbers
+        },
         "param_groups": [
             {**group, "params": [numbers[number] for number in group["params"] if number in numbers]}
             for group in optimizer["param_groups"]

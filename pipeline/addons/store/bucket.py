@@ -122,7 +122,10 @@ class Store:
                     raise RequestError(f"{found}, more than the {limit:,} allowed")
                 try:
                     return answer["Body"].read(), _stored_object(name, answer)
-                except (BotoCoreError, HTTPError):  # boto3 repeats a request, but not for a body that breaks off
+                except (
+                    BotoCoreError,
+                    HTTPError,
+                ):  # boto3 repeats a request, but not for a body that breaks off
                     if attempt == _ATTEMPTS - 1:
                         raise
             time.sleep(2 ** (attempt - 1))
@@ -152,7 +155,9 @@ class Store:
         condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
         try:
             with self._requesting(name):
-                answer = self._client.put_object(Bucket=self.bucket, Key=self.key(name), Body=data, **condition)
+                answer = self._client.put_object(
+                    Bucket=self.bucket, Key=self.key(name), Body=data, **condition
+                )
                 return str(answer["ETag"])
         except ConflictError as conflict:
             if conflict.is_repeated:
@@ -171,7 +176,9 @@ class Store:
         with self._requesting(name):
             # without threads: the upload may run in a thread that outlives the main one
             config = _transfer_config(use_threads=False)
-            self._client.upload_file(str(path), self.bucket, self.key(name), Callback=on_progress, Config=config)
+            self._client.upload_file(
+                str(path), self.bucket, self.key(name), Callback=on_progress, Config=config
+            )
 
     def list(self, folder: str = "") -> Iterator[StoredObject]:
         """Yield the objects whose names start with `folder`, in the order of their names."""
@@ -180,7 +187,9 @@ class Store:
             pages = self._client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self.key(folder)):
                 for entry in page.get("Contents", ()):
-                    yield StoredObject(entry["Key"][start:], entry["Size"], entry["ETag"], entry["LastModified"])
+                    yield StoredObject(
+                        entry["Key"][start:], entry["Size"], entry["ETag"], entry["LastModified"]
+                    )
 
     def delete(self, name: str) -> None:
         """Delete an object; one that does not exist is no error."""
@@ -192,13 +201,17 @@ class Store:
         with self._requesting(folder):
             answer = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.key(folder))
             for upload in answer.get("Uploads", ()):
-                self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+                self._client.abort_multipart_upload(
+                    Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                )
 
     def presign(self, name: str, seconds: int) -> str:
         """Return a URL that reads this object without credentials for so many seconds: a secret."""
         parameters = {"Bucket": self.bucket, "Key": self.key(name)}
         with self._requesting(name):
-            return str(self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=seconds))
+            return str(
+                self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=seconds)
+            )
 
     @contextmanager
     def _requesting(self, name: str) -> Iterator[None]:
@@ -226,7 +239,9 @@ def _connect(place: str) -> Any:
 
     for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         if "@" in os.environ.get(variable, "").partition("://")[2]:
-            raise RequestError(f"{variable} holds a user or a password", "give them in AWS_ACCESS_KEY_ID and so on")
+            raise RequestError(
+                f"{variable} holds a user or a password", "give them in AWS_ACCESS_KEY_ID and so on"
+            )
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
@@ -234,7 +249,9 @@ def _connect(place: str) -> Any:
     )  # fmt: skip
     try:
         session = boto3.session.Session()
-        region = os.environ.get("AWS_REGION") or session.region_name  # boto3 itself knows AWS_DEFAULT_REGION only
+        region = (
+            os.environ.get("AWS_REGION") or session.region_name
+        )  # boto3 itself knows AWS_DEFAULT_REGION only
         client = session.client("s3", config=options, region_name=region or "us-east-1")
     except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
         raise RequestError(f"{place} cannot be reached with this environment: {error}") from None
@@ -252,7 +269,10 @@ def _end_at_redirect(response: Any, operation: Any, **_: object) -> None:
     if response is None or response[0].status_code not in _REDIRECTS:
         return
     answer = response[1]
-    if "x-amz-bucket-region" not in answer["ResponseMetadata"]["HTTPHeaders"] and "Region" not in answer["Error"]:
+    if (
+        "x-amz-bucket-region" not in answer["ResponseMetadata"]["HTTPHeaders"]
+        and "Region" not in answer["Error"]
+    ):
         raise ClientError(answer, operation.name)
 
 

@@ -26,7 +26,9 @@ class ToMirror(Listener):
         self._mirror.upload()
 
     def ended(self, end: End) -> None:
-        if end.is_finished:  # complete before the others leave: if this node is lost later, nobody must start again
+        if (
+            end.is_finished
+        ):  # complete before the others leave: if this node is lost later, nobody must start again
             self._mirror.close(end.seconds_left)
         else:
             self._mirror.upload()  # while other listeners deliver

@@ -156,7 +156,9 @@ class Mirror:
                 self.error = error
                 if is_asked and not is_last:  # once a save, not at each attempt
                     self.failures.append(_reason(error))
-                    self._log(f"{self._store} was not updated: {_reason(error)}; training continues, it is tried again")
+                    self._log(
+                        f"{self._store} was not updated: {_reason(error)}; training continues, it is tried again"
+                    )
 
     def _upload(self) -> None:
         with ExitStack() as stack:
@@ -243,4 +245,6 @@ def _owner(folder: RunFolder) -> str:
     if not folder.mirror.exists():
         folder.write(folder.mirror, json.dumps({"owner": secrets.token_hex(8)}).encode())
     status = folder.mirror.stat()
-    return hashlib.sha256(folder.mirror.read_bytes() + f"{status.st_dev} {status.st_ino}".encode()).hexdigest()
+    return hashlib.sha256(
+        folder.mirror.read_bytes() + f"{status.st_dev} {status.st_ino}".encode()
+    ).hexdigest()

@@ -243,7 +243,9 @@ class RangeReader:
         connection.sock.settimeout(stall_s)
         try:
             end = part.offset + part.size - 1
-            connection.request("GET", self._local.prefix + _path(url), headers={"Range": f"bytes={part.offset}-{end}"})
+            connection.request(
+                "GET", self._local.prefix + _path(url), headers={"Range": f"bytes={part.offset}-{end}"}
+            )
             return connection.getresponse()
         except (BrokenPipeError, ConnectionResetError):
             if is_new:
@@ -257,7 +259,9 @@ class RangeReader:
         proxy = "" if proxy_bypass(store.netloc) else getproxies().get(store.scheme, "")
         self._local.prefix = f"http://{store.netloc}" if proxy and store.scheme == "http" else ""
         address = urlsplit(proxy) if proxy else store
-        connect: Any = partial(HTTPSConnection, context=self._tls) if store.scheme == "https" else HTTPConnection
+        connect: Any = (
+            partial(HTTPSConnection, context=self._tls) if store.scheme == "https" else HTTPConnection
+        )
         connection: HTTPConnection = connect(address.hostname, address.port, timeout=_CONNECT_S)
         if proxy and store.scheme == "https":
             connection.set_tunnel(store.hostname or "", store.port)

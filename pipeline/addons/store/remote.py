@@ -92,7 +92,9 @@ class Cache:
     def _warn(self, error: OSError) -> None:
         if not self._has_failed[0]:
             self._has_failed[0] = 1
-            log(f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there")
+            log(
+                f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there"
+            )
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,9 @@ def open_index(place: str, cache: Path | None) -> Index:
     return index
 
 
-def open_images(place: str, index: Index, cache: Path | None, cache_gib: float) -> tuple[StoreImages, StoreImages]:
+def open_images(
+    place: str, index: Index, cache: Path | None, cache_gib: float
+) -> tuple[StoreImages, StoreImages]:
     """Return the training and validation images of a pack in a bucket.
 
     cache: see `data.cache`, with at most `cache_gib`.

@@ -176,11 +176,21 @@ def compare(
                 raise RequestError(refused[0] % later, refused[1])
     has_newer = is_newer or is_restarted_elsewhere or not folder.journal.exists()
     return Comparison(
-        store, folder, log, names, abandoned, journal, is_resumed, is_resumed and has_newer, is_restarted_elsewhere
+        store,
+        folder,
+        log,
+        names,
+        abandoned,
+        journal,
+        is_resumed,
+        is_resumed and has_newer,
+        is_restarted_elsewhere,
     )
 
 
-def view(store: Store, folder: RunFolder, resume: str, scratch: Path, log: Callable[[str], None]) -> RunFolder:
+def view(
+    store: Store, folder: RunFolder, resume: str, scratch: Path, log: Callable[[str], None]
+) -> RunFolder:
     """Return the folder that a start here would resume.
 
     It is `folder`, unless it gets its newest checkpoint or its records from the mirror: then
@@ -238,4 +248,6 @@ def _abandoned_names(store: Store) -> set[str]:
     except MissingError:
         return set()
     except (ValueError, TypeError):
-        raise StorageError(f"{store}/{ABANDONED} is not a list of checkpoints", "restore it from a copy") from None
+        raise StorageError(
+            f"{store}/{ABANDONED} is not a list of checkpoints", "restore it from a copy"
+        ) from None
