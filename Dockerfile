@@ -80,7 +80,7 @@ ENTRYPOINT ["python3", "/opt/forward.py", "8333", "8334", \
             "-volume.max=0", "-volume.preStopSeconds=0"]
 
 FROM python AS trainer
-# Triton compiles its kernel launchers with gcc at run time, for torch.compile; torchrun --numa-binding needs numactl.
+# Triton compiles its kernel launchers with gcc at run time, for torch.compile.
 # `pipeline data pack` recodes JPEGs with jpegtran of libjpeg-turbo-progs.
 # tini is process 1: the kernel drops a SIGTERM to a process 1 that has no handler yet, as torchrun for its first seconds
 # hadolint ignore=DL3008

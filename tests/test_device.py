@@ -260,17 +260,3 @@ def test_make_train_starts_a_process_for_each_visible_gpu(
         ["make", "-n", "train"], cwd=root, env=env, capture_output=True, text=True, check=True
     )
     assert f"--nproc-per-node {processes} " in done.stdout
-
-
-@pytest.mark.skipif(machine.has_gpu(), reason="binds processes where there is a GPU")
-def test_numa_binding_reaches_torch_which_starts_processes_unbound_if_it_must() -> None:
-    program = (
-        "from pipeline.guards.signals import StopRequest; from pipeline.operate.processes import start_processes;"
-        " print(start_processes(2, ['--version'], StopRequest(), 'node'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
-    )
-    assert done.stdout.splitlines()[-1] == "0", done.stderr
-    assert "Failed to apply NUMA binding" in done.stderr
-    assert "AffinityMode.NODE" in done.stderr

@@ -165,17 +165,14 @@ def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devi
 
 
 OPTIONS: dict[str, Any] = {
-    "runtime_class": "nvidia", "priority_class": "high", "queue": "team-a", "gang": "native", "rdma": "rdma/hca_shared",
-    "topology": "topology.kubernetes.io/zone", "no_recovery": True, "mlflow_auth": True,
-    "pull_secret": "registry", "single_node": True, "gpus": 8, "numa_binding": "node", "store": "s3://my-data/imagenet",
-    "service_account": "trainer",
+    "runtime_class": "nvidia", "queue": "team-a", "rdma": "rdma/hca_shared", "no_recovery": True,
+    "mlflow_auth": True, "pull_secret": "registry", "single_node": True, "gpus": 8,
+    "store": "s3://my-data/imagenet", "service_account": "trainer",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="+".join)
 def test_every_pair_of_options_is_valid(pair: tuple[str, str]) -> None:
-    if set(pair) == {"gang", "queue"}:
-        return  # refused: test_wrong_requests.py
     found = documents(
         RenderOptions(overrides=("batch.global=128",), **{name: OPTIONS[name] for name in pair})
     )
@@ -184,9 +181,7 @@ def test_every_pair_of_options_is_valid(pair: tuple[str, str]) -> None:
 
 def test_an_option_is_written_where_it_belongs() -> None:
     found = documents(
-        RenderOptions(
-            **{name: value for name, value in OPTIONS.items() if name not in ("gang", "gpus", "store")}
-        )
+        RenderOptions(**{name: OPTIONS[name] for name in OPTIONS if name not in ("gpus", "store")})
     )
     job = one(found, "Job", "trainer")
     pod = pod_of(job)
@@ -194,15 +189,13 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert job["spec"]["template"]["metadata"] == {
         "labels": {"app": "trainer"}, "annotations": {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"},
     }  # fmt: skip
-    assert (pod["runtimeClassName"], pod["priorityClassName"]) == ("nvidia", "high")
+    assert pod["runtimeClassName"] == "nvidia"
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("trainer", False)
-    (affinity,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
     preflight, trainer = containers(pod)
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert trainer["resources"]["limits"]["rdma/hca_shared"] == 1
     assert trainer["command"][0] == "setpriv"
-    assert trainer["command"][6:8] == ["torchrun", "--numa-binding=node"]
+    assert trainer["command"][6] == "torchrun"
     assert settings(found)["NCCL_NET"] == "IB"
     assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
 
@@ -296,13 +289,6 @@ def test_trainers_reach_the_store_and_nothing_else_outside(
         assert {block["cidr"]: {*block.get("except", [])} for block in blocks} == peers
 
 
-def test_a_native_gang_is_a_field_of_kubernetes_1_37() -> None:
-    job = one(documents(RenderOptions(nodes=4, gang="native")), "Job", "trainer")
-    assert job["spec"]["scheduling"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}
-    with pytest.raises(kubernetes_validate.ValidationError, match="scheduling"):
-        kubernetes_validate.validate(job, "1.36", strict=True)
-
-
 LOCKS_MEMORY = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
@@ -383,14 +369,13 @@ def test_an_example_follows_the_options(name: str) -> None:
 
 
 def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_divide() -> None:
-    found = documents(RenderOptions(nodes=5, min_nodes=1, gang="native"))
+    found = documents(RenderOptions(nodes=5, min_nodes=1))
     assert problems(found) == []
     job = one(found, "Job", "trainer")["spec"]
     assert (job["completions"], job["parallelism"]) == (5, 5)
-    assert job["scheduling"]["schedulingPolicy"]["gang"]["minCount"] == 1
     assert settings(found).items() >= node.environment(5, 1, 1, (1, 2, 3, 4)).items()
     assert settings(found)["PET_NNODES"] == "1:5"
-    rendered = pipeline("k8s", "render", "--nodes", "1:5", "--gang", "native")
+    rendered = pipeline("k8s", "render", "--nodes", "1:5")
     assert list(yaml.safe_load_all(rendered.out)) == found
 
 

@@ -144,7 +144,7 @@ def test_bash_completes_commands_flags_and_files_without_a_slow_import(tmp_path:
     )
     commands, flags, files = (line.split() for line in result.stdout.splitlines())
     assert set(commands) == {name for name in COMMANDS if name and " " not in name}
-    assert flags == ["--help", "--nproc", "--numa-binding", "--quiet"]
+    assert flags == ["--help", "--nproc", "--quiet"]
     assert files == ["my.yaml"]
 
 

@@ -48,9 +48,7 @@ train digits --epochs=3 | --epochs
 train digits --quite | --quiet
 train digits train.epochs=1 --nporc 2 | --nproc
 train digits --nproc=0 | --nproc
-train digits --numa-binding nod | --numa-binding
-train digits --numa-binding node | --nproc
-train digits --nproc 2 --numa-binding node run.device=cpu | --numa-binding
+train digits --nproc 2 --numa-binding node | torchrun
 train digits batch.global=2000 | batch.global
 train digits batch.global=97 batch.accumulate=2 | 96 or 98
 train digits batch.global=9 --nproc 2 | 8 or 10
@@ -155,9 +153,8 @@ k8s render --store=gs://bucket/x | --store
 k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
 k8s render --store-cidr=10.0.0.0/24 | --store s3://
 k8s render --cpu --gpus 2 | --cpu
-k8s render digits --numa-binding node --cpu | --numa-binding node
-k8s render --gang native --queue team | --queue team
-k8s render --topology zone= | --topology
+k8s render --gang native | --queue
+k8s render --topology zone | kustomization
 k8s render --example mlflow-shared --mlflow-auth | --mlflow-auth
 k8s render digits checkpoint.mirror=s3://bucket/run | --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data pack data/imagenet s3://bucket/data'

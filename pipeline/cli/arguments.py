@@ -13,10 +13,14 @@ from pipeline.errors import RequestError, nearest
 from pipeline.lazy import part
 
 _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
+_KUSTOMIZE = "a kustomization adds it, see docs/kubernetes.md"
 REPLACED: dict[str, str] = {
     "bench": "run python benchmarks/NAME.py from the source",
-    "--gang": _LINKS,
     "--gang-check": _LINKS,
+    "--numa-binding": "give it to torchrun, which starts the processes then",
+    "--gang": f"{_LINKS}; in place of the one of k8s render, give --queue NAME (Kueue)",
+    "--topology": _KUSTOMIZE,
+    "--priority-class": _KUSTOMIZE,
     "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",
     "runs": "MLflow lists the runs, see 'make ui'; 'pipeline report RUN_DIR' writes the page of one",
 }
@@ -104,13 +108,6 @@ def add_recipe(
 ) -> None:
     parser.add_argument("recipe", type=path_or_uri, metavar="RECIPE", help=help, **settings)
     add_overrides(parser, keys)
-
-
-def add_numa_binding(parser: Parser, when: str = "") -> None:
-    """Add torchrun's option of that name. when: the condition of its use, for the help."""
-    choices = ("node", "socket", "exclusive", "core-complex")
-    help = f"{when}bind each process to CPUs next to its GPU, as torchrun does: {', '.join(choices)}"
-    parser.add_argument("--numa-binding", choices=choices, metavar="MODE", help=help)
 
 
 def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:

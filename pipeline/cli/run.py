@@ -48,7 +48,6 @@ def _add_train(commands: Commands) -> None:
     add("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
     add_recipe(parser, "name of a recipe in pipeline/recipes/, or a YAML file", "the keys are listed below")
     add("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
-    arguments.add_numa_binding(parser, "with --nproc: ")
     add("--quiet", action="store_true", help="print only errors and the last line")
 
 
@@ -65,7 +64,7 @@ def _train(options: argparse.Namespace) -> str | int:
 
     if options.quiet:
         os.environ[streams.QUIET] = "1"
-    return launch.train(options.recipe, options.overrides, options.nproc, stop, options.numa_binding)
+    return launch.train(options.recipe, options.overrides, options.nproc, stop)
 
 
 def _add_recipes(commands: Commands) -> None:

@@ -21,7 +21,7 @@ from pipeline.files import read_limited
 from pipeline.guards.signals import EarlyStopError, StopRequest
 from pipeline.lazy import part
 from pipeline.operate import request, restart
-from pipeline.operate.processes import check_numa_binding, freeze_imports, start_processes
+from pipeline.operate.processes import freeze_imports, start_processes
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
@@ -34,17 +34,10 @@ if TYPE_CHECKING:
     from pipeline.train.session import Prepared
 
 
-def train(
-    recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest, numa_binding: str | None = None
-) -> str | int:
-    """Run `pipeline train`; return the done line, or the exit code of the processes started.
-
-    numa_binding: see `start_processes`.
-    """
+def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest) -> str | int:
+    """Run `pipeline train`; return the done line, or the exit code of the processes started."""
     config = load(recipe, overrides)
     here = _read_world(nproc)
-    if numa_binding:
-        check_numa_binding(numa_binding, nproc, here)
     folder = RunFolder(config.run_dir)
     if nproc and nproc > 1:
         if (
@@ -55,7 +48,7 @@ def train(
         folder.release()  # rank 0 takes the lock
         start, advice = last_event(folder.journal, "started"), f"{config.same_command} resumes the run"
         try:
-            return start_processes(nproc, ["train", recipe, *overrides], stop, numa_binding, advice)
+            return start_processes(nproc, ["train", recipe, *overrides], stop, advice)
         except EarlyStopError:
             if last_event(folder.journal, "started") == start:
                 raise

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,10 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline import errors, supervision
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.errors import TemporaryError
 from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
 from pipeline.lazy import part
-from pipeline.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -35,39 +33,19 @@ def freeze_imports() -> Iterator[None]:
         gc.enable()
 
 
-def check_numa_binding(mode: str, nproc: int | None, here: World) -> None:
-    """Raise RequestError if torch could not bind processes: it would end in a traceback."""
-    if not nproc or nproc < 2:
-        raise RequestError(
-            f"--numa-binding {mode} is for --nproc N", "add it, or give both options to torchrun"
-        )
-    if not here.has_gpu:
-        raise RequestError(
-            f"--numa-binding {mode} binds to the CPUs next to a GPU, and there is none", "leave it out"
-        )
-    if not shutil.which("numactl"):
-        raise RequestError(
-            f"--numa-binding {mode} needs the program numactl", "install it, or leave the option out"
-        )
-
-
 def start_processes(
-    nproc: int, arguments: list[str], stop: StopRequest, numa_binding: str | None = None,
-    advice: str = "give the same command again",
-) -> int:  # fmt: skip
+    nproc: int, arguments: list[str], stop: StopRequest, advice: str = "give the same command again"
+) -> int:
     """Start `nproc` processes on this machine; return the exit code of the first failure, or 0.
 
     At a signal, stop them and raise EarlyStopError. They get the signals after that one, too.
-
-    numa_binding: torch's AffinityMode by which a process is bound to CPUs next to its GPU. If torch
-    cannot bind it, it logs why, and the process starts unbound. advice: what to do after a crash.
+    advice: what to do after a crash.
     """
     with stop.raise_on_signal(), freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-        from torch.numa.binding import AffinityMode, NumaOptions
 
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -76,7 +54,6 @@ def start_processes(
     with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
-            numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
             logs_specs=DefaultLogsSpecs(reports),  # torch would not remove its own folder
             signals_to_handle="",  # it would take SIGHUP if that is ignored, and kill the ranks at a second signal
         )  # fmt: skip

@@ -10,7 +10,6 @@ from pipeline.addons.deploy.options import EXAMPLES, add_flags, image_name, matc
 from pipeline.cli.arguments import (
     Commands,
     add_command,
-    add_numa_binding,
     add_recipe,
     count_or_range,
     path,
@@ -98,7 +97,6 @@ def _add_render(actions: Commands) -> None:
     )  # fmt: skip
     add_recipe(parser, "name or path (default digits)", nargs="?")
     add_flags(parser)
-    add_numa_binding(parser)
     other = parser.add_mutually_exclusive_group()
     help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
     other.add_argument("--sync", type=_run, metavar="RUN", help=help)

@@ -30,7 +30,6 @@ from pipeline.planning import divide_batch, make_plan
 from pipeline.world import World
 
 _TEMPLATES = Path(__file__).parent / "manifests"
-_NEED_CLAIMS = ("stage-imagenet", "trainjob")
 _PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
     "0.0.0.0/0": ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"),
     "::/0": ("fc00::/7", "fe80::/10"),
@@ -45,48 +44,46 @@ def render(request: RenderOptions) -> dict[str, str]:
 
     Raises RequestError if the recipe or a value is invalid.
     """
-    request = _use_store(_require_gpus(request))
-    overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
-    config = load(request.recipe, overrides)
-    node.check_resume_is_auto(config)
     for word in request.overrides:
         if word.startswith("run.dir="):
-            raise RequestError(
-                f"{word} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe"
-            )
+            problem = f"{word} has no effect in a pod"
+            raise RequestError(problem, "set RUN_DIR in 10-config.yaml, or rename the recipe")
+    request, config = _complete(request)
+    node.check_resume_is_auto(config)
     _check_store(request, config)
     _check_pods(request, config)
     _check_plan(request, config)
     names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
     if request.no_recovery:
         names.remove("60-recovery.yaml")
-    values = _values(request)
+    values = _values(request, config)
     manifests = {name: _fill(name, values) for name in names}
     config_map = "10-config.yaml"
     try:
         recipe = yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"]
-        config_in_pod = from_yaml(recipe, config_map, overrides, is_saved=False)
+        in_pod = from_yaml(
+            recipe, config_map, [*request.overrides, "run.dir=/runs"], is_saved=False
+        ).to_yaml()
     except (yaml.YAMLError, RequestError):
-        config_in_pod = None
-    if config_in_pod is None or config_in_pod.to_yaml() != config.to_yaml():
+        in_pod = ""
+    if in_pod != config.to_yaml():
         remedy = "start its lines without indentation, and use plain letters in its name"
-        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap: {remedy}")
+        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap", remedy)
     return manifests
 
 
 def render_example(request: RenderOptions, name: str) -> dict[str, str]:
     """Return the text of an example, by file name. name: that of a file in manifests/examples/."""
-    if request.store and name in _NEED_CLAIMS:
-        raise RequestError(
-            f"--example {name} mounts the claim data, and --store has none: leave one of the two out"
-        )
+    if request.store and name != "mlflow-shared":
+        problem = f"--example {name} mounts the claim data, and --store has none"
+        raise RequestError(problem, "leave one of the two out")
     if request.mlflow_auth and name == "mlflow-shared":
         # MLflow keeps its users in a file beside it: this server has no disk, and may have replicas
+        problem = "--example mlflow-shared starts a server without a password"
         raise RequestError(
-            "--example mlflow-shared starts a server without a password: leave --mlflow-auth out, and add --app-name"
-            " basic-auth, the Secret mlflow-auth and an MLFLOW_AUTH_CONFIG_PATH with your database_uri yourself"
+            problem, "leave --mlflow-auth out, and give the server your own basic-auth database"
         )
-    return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(_require_gpus(request)))}
+    return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(*_complete(request)))}
 
 
 def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
@@ -96,16 +93,25 @@ def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
     """
     if request.store:
         mirror = f"{request.store.rstrip('/')}/runs/{run}"
-        raise RequestError(
-            f"--sync {run} reads the claim runs, and --store has none: copy {mirror} to a folder, then run 'pipeline"
-            " sync FOLDER'"
-        )
+        problem = f"--sync {run} reads the claim runs, and --store has none"
+        raise RequestError(problem, f"copy {mirror} to a folder, then run 'pipeline sync FOLDER'")
     job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
     arch = load(request.recipe, [*request.overrides]).model.arch
     trusted = arch if is_function(arch) else ""
-    return {
-        f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job, "trusted": trusted})
-    }
+    values = {**vars(request), "sync": run, "sync_job": job, "trusted": trusted}
+    return {f"{job}.yaml": _fill("sync.yaml", values)}
+
+
+def write(manifests: dict[str, str], folder: Path) -> None:
+    """Write each manifest to its file. Raises RequestError or StorageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in manifests.items():
+            atomic_write(target_of(folder / name), text.encode())
+    except OSError as error:
+        kind = StorageError if error.errno in FULL else RequestError
+        problem = f"{error.filename or folder} cannot be written: {error.strerror}"
+        raise kind(problem, "give --out a folder that can") from None
 
 
 def _fill(template: str, values: dict[str, object]) -> str:
@@ -117,37 +123,32 @@ def _fill(template: str, values: dict[str, object]) -> str:
     return text
 
 
-def _require_gpus(request: RenderOptions) -> RenderOptions:
-    """Return the request with run.device=cuda if its pods have GPUs and no device is given.
-
-    Otherwise a pod whose container runtime gives it no GPU would train on the CPU.
-    """
+def _complete(request: RenderOptions) -> tuple[RenderOptions, Config]:
+    """Return the request with the overrides that its flags imply, and its configuration."""
+    config, words = load(request.recipe, [*request.overrides]), []
     is_given = any(word.startswith("run.device=") for word in request.overrides)
-    if not request.gpus or is_given or load(request.recipe, list(request.overrides)).run.device != "auto":
-        return request
-    return replace(request, overrides=[*request.overrides, "run.device=cuda"])
-
-
-def _use_store(request: RenderOptions) -> RenderOptions:
-    """Return the request with data and run in `request.store`, where the recipe names no bucket."""
-    if not request.store:
-        return request
-    store, config, words = request.store.rstrip("/"), load(request.recipe, list(request.overrides)), []
-    if config.data.source == "pack" and not str(config.data.root).startswith("s3://"):
-        words.append(f"data.root={store}/data")
-    if not config.checkpoint.mirror:
-        words.append(f"checkpoint.mirror={store}$(RUN_DIR)")  # RUN_DIR is /runs/NAME: a mirror holds one run
-    return replace(request, store=store, overrides=[*request.overrides, *words])
+    if request.gpus and not is_given and config.run.device == "auto":
+        words.append("run.device=cuda")  # or a pod whose runtime gives it no GPU would train on the CPU
+    if request.store:
+        store = request.store.rstrip("/")
+        if config.data.source == "pack" and not str(config.data.root).startswith("s3://"):
+            words.append(f"data.root={store}/data")
+        if not config.checkpoint.mirror:
+            words.append(
+                f"checkpoint.mirror={store}$(RUN_DIR)"
+            )  # RUN_DIR is /runs/NAME: a mirror holds one run
+        request = replace(request, store=store)
+    request = replace(request, overrides=[*request.overrides, *words])
+    return request, load(request.recipe, [*request.overrides, "run.dir=/runs"])  # in a pod: RUN_DIR
 
 
 def _check_store(request: RenderOptions, config: Config) -> None:
     """Raise RequestError for what needs a bucket and has none, or a volume that all pods share."""
     if not request.store:
-        places = [f"{key}={place}" for key, place in
-                  (("data.root", config.data.root), ("checkpoint.mirror", config.checkpoint.mirror))
-                  if str(place).startswith("s3://")]  # fmt: skip
-        flags = {"--store-endpoint": request.store_endpoint, "--store-cidr": request.store_cidr}
-        given = [*places, *(f"{flag} {value}" for flag, value in flags.items() if value)]
+        places = {"data.root=": config.data.root, "checkpoint.mirror=": config.checkpoint.mirror}
+        flags = {"--store-endpoint ": request.store_endpoint, "--store-cidr ": request.store_cidr}
+        given = [f"{key}{place}" for key, place in places.items() if str(place).startswith("s3://")]
+        given += [f"{flag}{value}" for flag, value in flags.items() if value]
         if given:
             raise RequestError(
                 f"{given[0]} is for pods that may reach a bucket", "add --store s3://BUCKET/PREFIX"
@@ -162,71 +163,24 @@ def _check_store(request: RenderOptions, config: Config) -> None:
         raise RequestError(
             f"data.cache={config.data.cache} is not on the pods' disk for it", "use /data/cache"
         )
-    for word in request.overrides:
-        if word.startswith("checkpoint.mirror=") and "=s3://" not in word:
-            raise RequestError(f"{word} would lose the run with the disk of its pod", "leave it out")
-
-
-def _store_values(request: RenderOptions) -> dict[str, object]:
-    """Return the variables of the templates that say where the store is.
-
-    Raises RequestError for an endpoint whose namespace is not known.
-    """
-    url = urlsplit(request.store_endpoint or "https://s3.amazonaws.com")
-    host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
-    service = re.fullmatch(r"[^.]+\.([^.]+)\.svc(\.cluster\.local)?", host)
-    namespace, addresses = None, _PUBLIC_ADDRESSES
-    if request.store_cidr:
-        addresses = {request.store_cidr: ()}
-    elif service:
-        namespace, addresses = service[1], {}
-    elif ":" in host or re.fullmatch(r"[\d.]+", host):
-        addresses = {str(ip_network(host)): ()}
-    elif "." not in host:
-        raise RequestError(
-            f"--store-endpoint {request.store_endpoint} does not say in which namespace {host} is: give"
-            f" {url.scheme}://{host}.NAMESPACE.svc:{port}"
-        )
-    return {"store_port": port, "store_namespace": namespace, "store_addresses": addresses}
+    if not str(config.checkpoint.mirror).startswith("s3://"):
+        problem = f"checkpoint.mirror={config.checkpoint.mirror} would lose the run with the disk of its pod"
+        raise RequestError(problem, "leave it out")
 
 
 def _check_pods(request: RenderOptions, config: Config) -> None:
     """Raise RequestError if the options contradict each other, or the recipe."""
-    memory, shm = _memory_of(request), request.shm_of_pod
-    on_gpus, on_cpus = request.gpus > 0, request.gpus == 0
-    conflicts = (
-        (
-            2 * _bytes(shm) > _bytes(memory),
-            f"--shm {shm} is more than half of --memory {memory}",
-            "raise --memory",
-        ),
-        (on_gpus and request.nproc != 1, f"--nproc {request.nproc} is for pods without GPUs", "add --cpu"),
-        (
-            on_cpus and request.numa_binding,
-            f"--numa-binding {request.numa_binding} needs GPUs",
-            "leave --cpu out",
-        ),
-        (on_cpus and request.rdma, f"--rdma {request.rdma} is for NCCL, which needs GPUs", "leave --cpu out"),
-        (
-            request.gang and request.queue,
-            f"--gang and --queue {request.queue} both start all pods together",
-            "give one",
-        ),
-        (
-            on_cpus and config.run.device == "cuda",
-            "run.device=cuda, but pods with --cpu have no GPU",
-            "give one",
-        ),
-        (on_gpus and config.run.device == "cpu", "run.device=cpu, but the pods ask for GPUs", "add --cpu"),
-        (
-            on_cpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1,
-            "model.batchnorm=sync: torch synchronises batch norm on GPUs only",
-            "use local or average",
-        ),
-    )
-    for is_wrong, problem, remedy in conflicts:
-        if is_wrong:
-            raise RequestError(problem, remedy)
+    memory, shm, device = _memory_of(request), request.shm_of_pod, config.run.device
+    if 2 * _bytes(shm) > _bytes(memory):
+        raise RequestError(f"--shm {shm} is more than half of --memory {memory}", "raise --memory")
+    if request.gpus and request.nproc != 1:
+        raise RequestError(f"--nproc {request.nproc} is for pods without GPUs", "add --cpu")
+    if device == ("cpu" if request.gpus else "cuda"):
+        pods = f"ask for {request.gpus} GPUs" if request.gpus else "with --cpu have no GPU"
+        raise RequestError(f"run.device={device}, but the pods {pods}", "leave it out, or change --cpu")
+    if not request.gpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1:
+        problem = "model.batchnorm=sync: torch synchronises batch norm on GPUs only"
+        raise RequestError(problem, "use local or average")
 
 
 def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
@@ -245,12 +199,12 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
     if size is None:
         divide_batch(config, world.size)
         check_model_exists(config, num_classes=1000)
-    else:
-        plan = make_plan(config, world, size)
-        check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
-        if plan.prefetch_bytes > _bytes(_memory_of(request)):
-            problem = f"--memory {_memory_of(request)} is less than the batches that its loader workers hold"
-            raise RequestError(problem, "give more, or lower data.prefetch, evaluate.batch or augment.size")
+        return
+    plan = make_plan(config, world, size)
+    check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
+    if plan.prefetch_bytes > _bytes(_memory_of(request)):
+        problem = f"--memory {_memory_of(request)} is less than the batches that its loader workers hold"
+        raise RequestError(problem, "give more, or lower data.prefetch, evaluate.batch or augment.size")
 
 
 def _memory_of(request: RenderOptions) -> str:
@@ -262,32 +216,37 @@ def _bytes(memory: str) -> int:
     return int(memory[:-2]) << {"Mi": 20, "Gi": 30, "Ti": 40}[memory[-2:]]
 
 
-def write(manifests: dict[str, str], folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in manifests.items():
-            atomic_write(target_of(folder / name), text.encode())
-    except OSError as error:
-        kind = StorageError if error.errno in FULL else RequestError
-        path = error.filename or folder
-        raise kind(f"{path} cannot be written: {error.strerror}: give --out a folder that can") from None
+def _store_values(request: RenderOptions) -> dict[str, object]:
+    """Return the variables of the templates that say where the store is.
+
+    Raises RequestError for an endpoint whose namespace is not known.
+    """
+    url = urlsplit(request.store_endpoint or "https://s3.amazonaws.com")
+    host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
+    service = re.fullmatch(r"[^.]+\.([^.]+)\.svc(\.cluster\.local)?", host)
+    namespace, addresses = None, _PUBLIC_ADDRESSES
+    if request.store_cidr:
+        addresses = {request.store_cidr: ()}
+    elif service:
+        namespace, addresses = service[1], {}
+    elif ":" in host or re.fullmatch(r"[\d.]+", host):
+        addresses = {str(ip_network(host)): ()}
+    elif "." not in host:
+        problem = f"--store-endpoint {request.store_endpoint} does not say in which namespace {host} is"
+        raise RequestError(problem, f"give {url.scheme}://{host}.NAMESPACE.svc:{port}")
+    return {"store_port": port, "store_namespace": namespace, "store_addresses": addresses}
 
 
-def _values(request: RenderOptions) -> dict[str, object]:
+def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = recipe_text(request.recipe)
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
-    torchrun, *module = node.COMMAND
-    binding = [f"--numa-binding={request.numa_binding}"] if request.numa_binding else []
-    config = load(request.recipe, list(request.overrides))
     allowed = _allowed_nodes(request, config) if request.min_nodes else ()
     environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
     if request.rdma:
-        environment["NCCL_NET"] = (
-            "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
-        )
+        environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; or NCCL falls back to TCP and only logs that
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {
@@ -302,6 +261,6 @@ def _values(request: RenderOptions) -> dict[str, object]:
         "backoff_limit": node.max_replacements(request.nodes, request.min_nodes),
         "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
         "init": ", ".join([*(_LOCK_MEMORY if request.rdma else ()), "tini", "--"]),
-        "command": ", ".join([torchrun, *binding, *module]),
+        "command": ", ".join(node.COMMAND),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip

@@ -1,4 +1,8 @@
-"""The options of `pipeline k8s render`, each in one place: a field with a help text is a flag."""
+"""The options of `pipeline k8s render`: the fields of one class are the flags of the command.
+
+What they do not cover (a priority class, affinity, sidecars) a kustomization adds, see
+docs/kubernetes.md.
+"""
 
 import argparse
 import re
@@ -27,37 +31,26 @@ def matching(pattern: str, expected: str) -> Callable[[str], str]:
 
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_RULE = "use lower-case letters, digits and -, start and end with a letter or digit"
-_label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}, 63 characters at most")
+_RULE = "use lower-case letters, digits and -, start and end with a letter or digit, 63 characters at most"
+_label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}")
 _subdomain = matching(
-    rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
+    rf"{_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
+)
+_resource = matching(rf"{_LABEL}(\.{_LABEL})*/[\w.-]{{1,63}}", "a device's resource, such as rdma/hca_shared")
+_memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
+_store = matching(
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.\.?(/|$))[\w.-]+)*/?",
+    "a place in an object store, such as s3://my-bucket/imagenet",
 )
 _PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
 image_name = matching(
     rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?",
     "an image: give [REGISTRY/]NAME[:TAG] or [REGISTRY/]NAME@sha256:…, with the name in lower case",
 )
-_node_label = matching(
-    rf"(?=.{{1,317}}$)({_LABEL}(\.{_LABEL})*/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
-    "a node label, such as topology.kubernetes.io/zone",
-)
-_resource = matching(
-    rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
-    "a device's resource, such as rdma/hca_shared_devices_a",
-)
-_store = matching(
-    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.\.?(/|$))[\w.-]+)*/?",
-    "a place in an object store, such as s3://my-bucket/imagenet",
-)
-_memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
 
 
 def _endpoint(text: str) -> str:
-    """Return the URL of a store without a path."""
-    if "@" in text:
-        raise argparse.ArgumentTypeError(
-            "a user and a password do not belong in it: the Secret store-credentials has them"
-        )
+    """Return the URL of a store without a path. It never holds a password: a Secret does."""
     with suppress(ValueError):
         url = urlsplit(text)
         if re.fullmatch("[0-9.]+|.*:.*", host := url.hostname or ""):
@@ -65,9 +58,9 @@ def _endpoint(text: str) -> str:
         given = re.fullmatch(r"(https?://([a-z0-9][a-z0-9.-]*|\[[0-9a-f:]+\])(:\d+)?)/?", text)
         if given and url.port != 0:
             return given[1]
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not the URL of a store, such as https://s3.example.org:9000"
-    )
+    expected = "the URL of a store without user and path, such as https://s3.example.org:9000"
+    shown = text.rpartition("@")[2]
+    raise argparse.ArgumentTypeError(f"{shown!r} is not {expected}")
 
 
 def _cidr(text: str) -> str:
@@ -77,11 +70,8 @@ def _cidr(text: str) -> str:
 
 
 def _flag(default: Any, help: str, kind: Any = None, metavar: str | None = None) -> Any:
-    """Return the field of a flag. kind: its type, the list of its values, or None for a switch."""
-    if kind is None:
-        settings: dict[str, Any] = {"action": "store_true"}
-    else:
-        settings = {"choices" if isinstance(kind, list) else "type": kind, "metavar": metavar}
+    """Return the field of a flag. kind: its type, or None for a switch."""
+    settings = {"type": kind, "metavar": metavar} if kind else {"action": "store_true"}
     return field(default=default, metadata={"help": help, **settings})
 
 
@@ -92,10 +82,7 @@ class RenderOptions:
     min_nodes: int | None = None
     """The fewest that train, from --nodes MIN:MAX; None: all."""
     nodes: int = _flag(
-        2,
-        "number of pods (default 2); MIN:MAX: train with those that are there, if their number divides the batch",
-        count_or_range,
-        "N",
+        2, "number of pods (default 2); MIN:MAX: train with those that are there", count_or_range, "N"
     )
     gpus: int = _flag(1, "GPUs per pod, with one process each (default 1)", positive_int, "G")
     nproc: int = _flag(1, "with --cpu: processes per pod (default 1)", positive_int, "M")
@@ -116,22 +103,16 @@ class RenderOptions:
         None, "one with ReadWriteMany (default: the cluster's default)", _subdomain, "NAME"
     )
     store: str | None = _flag(
-        None,
-        "keep data and runs in this bucket, and share no volume between pods",
-        _store,
-        "s3://BUCKET/PREFIX",
+        None, "keep data and runs in this bucket, no volume is shared", _store, "s3://BUCKET/PREFIX"
     )
     store_endpoint: str | None = _flag(
         None,
-        "URL of a store that is not AWS's; its credentials are in your Secret store-credentials",
+        "URL of a store that is not AWS's; its password is in your Secret store-credentials",
         _endpoint,
         "URL",
     )
     store_cidr: str | None = _flag(
-        None,
-        "addresses of the store, the only ones that trainers may reach (default: every public address)",
-        _cidr,
-        "CIDR",
+        None, "the only addresses of it that trainers may reach (default: every public one)", _cidr, "CIDR"
     )
     service_account: str | None = _flag(
         None,
@@ -149,33 +130,14 @@ class RenderOptions:
     shm: str | None = _flag(
         None, "part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)", _memory
     )
-    numa_binding: str | None = None
-    """A flag of `train`, too: `add_numa_binding`."""
     runtime_class: str | None = _flag(
-        None,
-        "the pods' RuntimeClass, such as nvidia, if NVIDIA's container runtime is not the nodes' default",
-        _subdomain,
-        "NAME",
+        None, "the pods' RuntimeClass, if NVIDIA's runtime is not the nodes' default", _subdomain, "NAME"
     )
-    priority_class: str | None = _flag(None, "the pods' PriorityClass", _subdomain, "NAME")
-    queue: str | None = _flag(None, "Kueue's LocalQueue that admits the job", _subdomain, "NAME")
-    gang: str | None = _flag(
-        None,
-        "native: start all pods together or none (alpha in Kubernetes 1.37, which 1.36 refuses)",
-        ["native"],
-    )
-    topology: str | None = _flag(
-        None,
-        "prefer nodes with one value of this label, such as topology.kubernetes.io/zone; preferred, not required: in a"
-        " full zone a replaced pod would wait for ever",
-        _node_label,
-        "LABEL",
+    queue: str | None = _flag(
+        None, "Kueue's LocalQueue, which starts all pods together or none", _subdomain, "NAME"
     )
     rdma: str | None = _flag(
-        None,
-        "RDMA device of each pod, such as rdma/hca_shared_devices_a; its namespace has Pod Security privileged",
-        _resource,
-        "RESOURCE",
+        None, "RDMA device of each pod; its namespace has Pod Security privileged", _resource, "RESOURCE"
     )
     no_recovery: bool = _flag(
         False, "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"
@@ -201,9 +163,8 @@ def add_flags(parser: Parser) -> None:
     for option in fields(RenderOptions):
         if option.metadata:
             group = hardware if option.name == "gpus" else parser
-            group.add_argument(
-                f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **option.metadata
-            )
+            name = f"--{option.name.replace('_', '-')}"
+            group.add_argument(name, default=argparse.SUPPRESS, **option.metadata)
     hardware.add_argument(
         "--cpu", action="store_const", const=0, default=argparse.SUPPRESS, dest="gpus",
         help="train on the CPU, without GPUs",
