@@ -41,11 +41,8 @@ def host_name(node: int) -> str:
 def check_resume_is_auto(config: Config) -> None:
     """Raise RequestError for a `run.resume` that is for one start, and not for all of a job."""
     if config.run.resume != "auto":
-        problem = (
-            f"run.resume={config.run.resume} is for one start, and each node that replaces a lost one gets it"
-        )
-        remedy = "leave it out; for a new run, give another run.dir (RUN_DIR in 10-config.yaml)"
-        raise RequestError(f"{problem}, but that node must resume the run itself: {remedy}")
+        problem = f"run.resume={config.run.resume} is for one start, and a node that replaces another gets it too"
+        raise RequestError(problem, "leave it out; for a new run, give another run.dir (in a pod: RUN_DIR)")
 
 
 def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) -> tuple[int, ...]:
@@ -53,9 +50,8 @@ def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) ->
 
     Raises RequestError if there is none. nproc: processes of a node.
     """
-    return tuple(
-        size // nproc for size in divisors(config, range(min_nodes * nproc, max_nodes * nproc + 1, nproc))
-    )
+    sizes = range(min_nodes * nproc, max_nodes * nproc + 1, nproc)
+    return tuple(size // nproc for size in divisors(config, sizes))
 
 
 def environment(

@@ -42,7 +42,7 @@ _POLL_S = 5
 _TIMEOUT_S = 10
 _MAX_ANSWER = 8 << 20  # bytes: about 800 pods, for which 128 MiB of memory are enough
 _SELECTOR = "labelSelector=app%3Dtrainer&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
-_REMEDIES = {401: "check the ServiceAccount of this pod", 403: "the Role of 60-recovery.yaml allows it"}
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError)  # an answer that is not what it should be
 
 
 def recover(account: Path = ACCOUNT) -> NoReturn:
@@ -88,30 +88,20 @@ class ApiServer:
         try:
             context = ssl.create_default_context(cafile=self.account / "ca.crt")
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 refuses the CAs of some clusters
-            headers = {
-                "Authorization": f"Bearer {(self.account / 'token').read_text(encoding='utf-8').strip()}"
-            }
-            if body is not None:
-                headers["Content-Type"] = content_type
-            with closing(
-                HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=context)
-            ) as connection:
+            token = (self.account / "token").read_text(encoding="utf-8").strip()
+            headers = {"Authorization": f"Bearer {token}", "Content-Type": content_type}
+            server = HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=context)
+            with closing(server) as connection:
                 connection.request(verb, url, None if body is None else json.dumps(body), headers)
                 response = connection.getresponse()
                 answer = parse_json(response.read(_MAX_ANSWER))
             if response.status < 400:
                 return answer, parsedate_to_datetime(response.headers["Date"])
+            # 403: the Role of 60-recovery.yaml allows it
             problem = f"answer {response.status} {one_line(answer['message'], 500)}"
-            remedy = _REMEDIES.get(response.status, "trying again")
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-            TypeError,
-            KeyError,
-        ) as error:  # also an answer that is not JSON
-            problem, remedy = one_line(error, 500) or type(error).__name__, "trying again"
-        raise ApiError(f"{verb} {url}: {problem}; {remedy}")
+        except (OSError, HTTPException, *_MALFORMED) as error:
+            problem = one_line(error, 500) or type(error).__name__
+        raise ApiError(f"{verb} {url}: {problem}; trying again")
 
 
 def connect(account: Path) -> ApiServer:
@@ -132,7 +122,7 @@ def end_overdue_pods(api: ApiServer) -> Iterator[str]:
     except ApiError as error:
         yield str(error)
         return
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except _MALFORMED:
         yield "GET pods: the answer is not a list of pods; trying again"
         return
     for pod in overdue:
@@ -150,12 +140,11 @@ def _is_overdue(metadata: dict[str, str], now: datetime) -> bool:
 
 def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
     """Mark the pod as Failed, then delete it; return the line for the log."""
-    metadata, status = pod["metadata"], pod.get("status", {})
-    name, uid, node = metadata["name"], metadata["uid"], pod.get("spec", {}).get("nodeName", "none")
-    end = metadata["deletionTimestamp"]
+    metadata, node = pod["metadata"], pod.get("spec", {}).get("nodeName", "none")
+    name, uid, end = metadata["name"], metadata["uid"], metadata["deletionTimestamp"]
     message = f"its grace period ended at {end}, and node {node} has not reported its end"
     failed: dict[str, object] = {"phase": "Failed", "reason": "NodeDidNotAnswer", "message": message}
-    conditions = status.get("conditions") or []
+    conditions = pod.get("status", {}).get("conditions") or []
     if not any((c["type"], c["status"]) == ("DisruptionTarget", "True") for c in conditions):
         # the Job's podFailurePolicy does not count a pod with this condition
         failed["conditions"] = [{
@@ -165,12 +154,9 @@ def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
     # only to the version that was listed: a pod that has ended since stays as it is
     patch = {"metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]}, "status": failed}
     api.request("PATCH", f"pods/{name}/status", patch, "application/strategic-merge-patch+json")
-    # never a later pod of that name
     options = {
-        "apiVersion": "v1",
-        "kind": "DeleteOptions",
-        "gracePeriodSeconds": 0,
-        "preconditions": {"uid": uid},
-    }
+        "apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0,
+        "preconditions": {"uid": uid},  # never a later pod of that name
+    }  # fmt: skip
     api.request("DELETE", f"pods/{name}", options)
     return f"pod {name} on node {node}: {message}; marked as Failed, so that the Job replaces it"
