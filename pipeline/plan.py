@@ -21,8 +21,8 @@ class DataSize:
 
     def describe(self) -> str:
         """Return the sizes as text for a message."""
-        sizes = f"{self.train_images:,} images to train, {self.val_images:,} held out, {self.num_classes:,} classes"
-        return sizes + (f" ({self.notes})" if self.notes else "")
+        images = f"{self.train_images:,} images to train, {self.val_images:,} held out"
+        return f"{images}, {self.num_classes:,} classes" + (f" ({self.notes})" if self.notes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +162,13 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes):
     is_portable: bool
     portable_reason: str
     """Why the bits depend on the model of CPU, or do not; "" if the run is not deterministic."""
-    precision_note: str = ""
-    """A hint about the speed of the precision on a GPU, or ""."""
 
     def image_size_at(self, step: int) -> int:
-        """Return the side of the images in the update after `step`, in pixels."""
         return self.image_size_in(self.epoch_at(step))
 
     @property
     def image_sizes(self) -> list[int]:
-        """Return every side that training images have, in pixels, in ascending order."""
+        """Return every side that training images have, in ascending order."""
         return sorted({self.image_size_at(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
 
     def compiles_at(self, step: int, *, is_first: bool) -> bool:

@@ -46,14 +46,19 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         compile_reason=compile_reason,
         is_portable=is_portable,
         portable_reason=portable_reason,
-        precision_note=_precision_note(config, world),
     )
 
 
 def divide_batch(config: Config, world: int) -> BatchSizes:
     """Return the parts of the batch. Raises RequestError if it does not divide among `world`."""
-    accumulate, global_batch = _accumulate(config, world), config.batch.global_
-    micro_batch = global_batch // (world * accumulate)
+    if config.parallel == "dataparallel" and world > 1:
+        raise RequestError(
+            f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}",
+            "start one process, or use parallel=ddp",
+        )
+    global_batch = config.batch.global_
+    accumulate = _shards_per_process(config, world) if config.run.exact else config.batch.accumulate
+    micro_batch = _micro_batch(global_batch, world, accumulate)
     if config.mixes and micro_batch % 2:
         raise RequestError(
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images",
@@ -69,6 +74,43 @@ def divide_batch(config: Config, world: int) -> BatchSizes:
         return sizes
     stages, micro_batches = part("divide into stages")(config, world, micro_batch)
     return replace(sizes, stages=stages, micro_batches=micro_batches)
+
+
+def _micro_batch(global_batch: int, world: int, accumulate: int) -> int:
+    """Return the images of one pass."""
+    passes = world * accumulate
+    if global_batch % passes:
+        below = global_batch // passes * passes
+        batches = f"{below} or {below + passes}" if below else f"{passes}"
+        worlds = "" if global_batch % accumulate else near_divisors(global_batch // accumulate, world)
+        raise RequestError(
+            f"batch.global={global_batch} does not divide by {count_of(world, 'process', 'es')} ×"
+            f" batch.accumulate={accumulate} = {passes}",
+            f"the nearest batch.global that works is {batches}"
+            + (f"; worlds that work are {worlds}" if worlds else ""),
+        )
+    return global_batch // passes
+
+
+def _shards_per_process(config: Config, world: int) -> int:
+    """Return the number of shards of each process in exact mode; each shard is one pass."""
+    global_batch, shards = config.batch.global_, config.exact.shards
+    if global_batch % shards:
+        raise RequestError(
+            f"batch.global={global_batch} does not divide by exact.shards={shards}",
+            f"the nearest exact.shards that work are {near_divisors(global_batch, shards)}",
+        )
+    if shards % world:
+        raise RequestError(
+            f"exact.shards={shards} does not divide by {count_of(world, 'process', 'es')}",
+            f"worlds that work are {near_divisors(shards, world)}",
+        )
+    if config.batch.accumulate > shards // world:
+        raise RequestError(
+            f"batch.accumulate={config.batch.accumulate} is more than the {shards // world} exact.shards of a process",
+            "raise exact.shards",
+        )
+    return shards // world
 
 
 def divisors(config: Config, worlds: Iterable[int]) -> list[int]:
@@ -104,74 +146,24 @@ def divide_resources(config: Config, world: World) -> Resources:
     )
 
 
-def _accumulate(config: Config, world: int) -> int:
-    """Return the number of passes per update in each process."""
-    accumulate = _shards_per_process(config, world) if config.run.exact else config.batch.accumulate
-    global_batch, passes = config.batch.global_, world * accumulate
-    if global_batch % passes:
-        below, above = global_batch // passes * passes, -(-global_batch // passes) * passes
-        batches = f"{below} or {above}" if below else f"{above}"
-        worlds = "" if global_batch % accumulate else near_divisors(global_batch // accumulate, world)
-        raise RequestError(
-            f"batch.global={global_batch} does not divide by {count_of(world, 'process', 'es')} × batch.accumulate="
-            f"{accumulate} = {passes}",
-            f"the nearest batch.global that works is {batches}{f'; worlds that work are {worlds}' if worlds else ''}",
-        )
-    if config.parallel == "dataparallel" and world > 1:
-        raise RequestError(
-            f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}",
-            "start one process, or use parallel=ddp",
-        )
-    return accumulate
-
-
-def _shards_per_process(config: Config, world: int) -> int:
-    """Return the number of shards of each process in exact mode; each shard is one pass."""
-    global_batch, shards = config.batch.global_, config.exact.shards
-    if global_batch % shards:
-        raise RequestError(
-            f"batch.global={global_batch} does not divide by exact.shards={shards}",
-            f"the nearest exact.shards that work are {near_divisors(global_batch, shards)}",
-        )
-    if shards % world:
-        raise RequestError(
-            f"run.exact=true cuts each batch into exact.shards={shards}, which {count_of(world, 'process', 'es')}"
-            " cannot share evenly",
-            f"worlds that work are {near_divisors(shards, world)}",
-        )
-    if config.batch.accumulate > shards // world:
-        raise RequestError(
-            f"batch.accumulate={config.batch.accumulate} asks for more passes than exact.shards={shards} gives"
-            f" {count_of(world, 'process', 'es')}, {shards // world} each",
-            "raise exact.shards",
-        )
-    return shards // world
-
-
 def _schedule(config: Config, data: DataSize, passes: int) -> Schedule:
     """Return the schedule. passes: forward passes per update, over all processes."""
     options, global_batch = config.schedule, config.batch.global_
     if data.train_images < global_batch:
         largest = data.train_images // passes * passes
+        remedy = f"set batch.global to at most {largest}"
         raise RequestError(
-            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}",
-            f"set batch.global to at most {largest}"
-            if largest
-            else f"{passes} passes need at least one image each",
+            f"data has {data.train_images:,} images to train, fewer than batch.global={global_batch}",
+            remedy if largest else f"{passes} passes need at least one image each",
         )
     steps_per_epoch = data.train_images // global_batch
     total = config.train.epochs * steps_per_epoch
     steps = partial(_steps, steps_per_epoch, total)
     warmup, cooldown = steps(options.warmup), steps(options.cooldown)
-    training = f"longer than the whole training of {total:,} steps ({config.train.epochs} epochs)"
-    if warmup > total:
-        raise RequestError(
-            f"schedule.warmup={options.warmup} is {warmup:,} steps, {training}", "make it shorter"
-        )
     if warmup + cooldown > total:
         raise RequestError(
-            f"schedule.cooldown={options.cooldown} is {cooldown:,} steps and the warm-up {warmup:,}, together"
-            f" {training}",
+            f"schedule.warmup={options.warmup} and schedule.cooldown={options.cooldown} are together longer than"
+            f" the whole training of {total:,} steps ({config.train.epochs} epochs)",
             "make it shorter",
         )
     return Schedule(
@@ -204,8 +196,8 @@ def _image_sizes(config: Config, schedule: Schedule) -> ImageSizes:
     grows_from, grows_until = (steps(when) / schedule.steps_per_epoch for when in options.growth)
     if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
         raise RequestError(
-            f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to {grows_until:g}"
-            f" of {config.train.epochs}",
+            f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to"
+            f" {grows_until:g} of {config.train.epochs}",
             "let the growth end no earlier than it starts, and before the training ends",
         )
     return ImageSizes(
@@ -222,56 +214,35 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
     """Return True if the model is compiled, and the reason. num_sizes: of images."""
     mode, missing, has_gpu = config.train.compile, world.missing_to_compile, world.uses_gpu(config.run.device)
     syncs = config.model.batchnorm == "sync" and world.size > 1
-    if mode not in ("auto", "off"):
+    if mode == "off":
+        return False, "train.compile=off"
+    if mode != "auto":
         if syncs:
-            raise RequestError(
-                f"train.compile={mode} does not support model.batchnorm=sync", "leave one of them out"
-            )
+            problem = f"train.compile={mode} does not support model.batchnorm=sync"
+            raise RequestError(problem, "leave one of them out")
         # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
         # (pytorch#139207) or crashed (pytorch#128218)
         if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
-            found = f"there are {world.size} processes" if world.size > 1 else "there is no GPU"
-            raise RequestError(
-                f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}",
-                "start one process with a GPU, or use train.compile=auto",
-            )
+            problem = "train.compile=reduce-overhead records CUDA graphs of one process with a GPU"
+            raise RequestError(problem, "start one process with a GPU, or use train.compile=auto")
         if missing:
-            raise RequestError(
-                f"train.compile={mode} needs {missing}", "install it, or set train.compile=auto"
-            )
+            problem = f"train.compile={mode} needs {missing}"
+            raise RequestError(problem, "install it, or set train.compile=auto")
         return True, f"train.compile={mode}"
-    with_sizes = f" with {num_sizes} image sizes" if num_sizes > 1 else ""
-    reasons_not_to = (
-        (mode == "off", "train.compile=off"),
-        (syncs, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"),
-        (
-            config.parallel != "ddp",
-            f"parallel={config.parallel} runs parts of a model, which are not compiled",
-        ),
-        (not has_gpu, "no GPU; train.compile=on compiles for the CPU"),
-        (
-            config.is_deterministic_on_gpus,
-            "the run is deterministic, and compiled kernels may change bits; train.compile=on overrides this",
-        ),
-        (missing, f"torch.compile needs {missing}, which is missing"),
+    reasons_not_to = {
+        "model.batchnorm=sync splits the compiled graph in each layer": syncs,
+        f"parallel={config.parallel} runs parts of a model, which are not compiled": config.parallel != "ddp",
+        "no GPU; train.compile=on compiles for the CPU": not has_gpu,
+        "the run is deterministic, and compiled kernels may change bits": config.is_deterministic_on_gpus,
+        f"torch.compile needs {missing}, which is missing": missing,
         # A run that is resumed with more train.epochs may reach the number and compile from then
         # on. That breaks no promise, because a deterministic run never gets here.
-        (
-            total_steps < _STEPS_TO_REPAY_COMPILATION * num_sizes,
-            f"{total_steps:,} steps{with_sizes} are too few to repay a compilation; train.compile=on compiles",
+        f"{total_steps:,} steps with {num_sizes} image size(s) are too few to repay a compilation": (
+            total_steps < _STEPS_TO_REPAY_COMPILATION * num_sizes
         ),
-    )
-    return next(((False, reason) for holds, reason in reasons_not_to if holds), (True, "there is a GPU"))
-
-
-def _precision_note(config: Config, world: World) -> str:
-    """Return a line about fp32 on a GPU, where torch's default is another one, or ""."""
-    if config.train.precision != "fp32" or not world.uses_gpu(config.run.device):
-        return ""
-    return (
-        "fp32: TF32 is off, also in convolutions, where torch's default is on; train.precision=tf32 or bf16 is faster"
-        " on Ampere and later"
-    )
+    }
+    reason = next((reason for reason, holds in reasons_not_to.items() if holds), "")
+    return not reason, reason or "there is a GPU"
 
 
 def near_divisors(number: int, near: int) -> str:

@@ -41,11 +41,8 @@ RATES = {
 """Peak learning rates of the sources, for the global batch."""
 
 
-def test_every_recipe_is_in_this_file_and_in_the_documentation() -> None:
-    names = {path.stem for path in RECIPES.glob("*.yaml")}
-    assert names == RUNS.keys()
-    table = (Path(__file__).parents[1] / "docs" / "getting-started.md").read_text()
-    assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == names
+def test_every_recipe_is_in_this_file() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == RUNS.keys()
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -79,10 +76,7 @@ def test_the_published_receipts_are_of_the_recipes_as_they_are_now() -> None:
 
 def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> None:
     models = {config.model.arch: config.model for config in (load(name, []) for name in RUNS)}
-    counts = {
-        arch: sum(weight.numel() for weight in meta_model(model, 1000).parameters())
-        for arch, model in models.items()
-    }
+    counts = {arch: count(meta_model(model, 1000)) for arch, model in models.items()}
     # From torchvision's documentation of its weights; vit_s_16 as in DeiT-S; resnetblur50d as the
     # resnet50d of timm.
     assert counts == {
@@ -91,22 +85,25 @@ def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> Non
     }  # fmt: skip
 
 
+def count(model: torch.nn.Module) -> int:
+    return sum(param.numel() for param in model.parameters())
+
+
 def test_the_networks_for_small_images_keep_their_resolution() -> None:
-    images = torch.randn(2, 3, 32, 32)
-    shapes = []
+    images, shapes = torch.randn(2, 3, 32, 32), []
     model = zoo.resnet18_cifar(num_classes=10)
     model.layer1.register_forward_hook(lambda _module, _inputs, result: shapes.append(result.shape))
     assert model(images).shape == (2, 10)
     assert shapes == [(2, 64, 32, 32)]
-    # pytorch-cifar's ResNet18
-    assert sum(param.numel() for param in model.parameters()) == 11_173_962
+    assert count(model) == 11_173_962  # pytorch-cifar's ResNet18
     for network, parameters in (
         (zoo.airbench94, 1_971_352),
         (zoo.airbench95, 4_604_440),
         (zoo.airbench96, 12_717_464),
     ):
-        assert network()(images).shape == (2, 10)
-        assert sum(param.numel() for param in network().parameters()) == parameters
+        model = network()
+        assert model(images).shape == (2, 10)
+        assert count(model) == parameters
 
 
 def test_the_whitening_filters_are_orthogonal_and_come_with_their_negatives() -> None:

@@ -25,16 +25,6 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def images(tmp_path: Path) -> Path:
-    """Return an image folder of two classes whose files are no real images."""
-    root = tmp_path / "images"
-    for name in ("train/a/1.png", "train/a/2.png", "train/b/1.png", "val/a/1.png", "val/b/1.png"):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b"x")
-    return root
-
-
 def refused(result: Result) -> str:
     """Return the one line that refuses a wrong request."""
     assert result.code == 2, result.err
@@ -43,50 +33,36 @@ def refused(result: Result) -> str:
     return result.error
 
 
-def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
-    """Return the line that refuses a training before torch is imported or anything is written."""
-    folder = tmp_path / "run"
-    run_dir = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder}"]
-    result = pipeline(
-        "train", *words, *run_dir, "track.uri=none", cwd=tmp_path, PYTHONPATH=str(without_torch)
-    )
-    line = refused(result)
-    assert result.seconds < 15  # about 0.7 s on an idle machine
-    assert not folder.exists()
-    return line
-
-
 def test_a_wrong_request_is_one_line_before_torch_is_imported(
-    tmp_path: Path, digits: Path, images: Path, without_torch: Path
+    tmp_path: Path, digits: Path, without_torch: Path
 ) -> None:
-    data = ("digits", f"data.root={digits}")
-    assert "train.epochs" in train(tmp_path, without_torch, *data, "train.epoch=3")
-    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in train(
-        tmp_path, without_torch, *data, "--nproc", "5"
-    )
-    (images / "val/b/1.png").unlink()
-    line = train(tmp_path, without_torch, "digits", f"data.root={images}")
-    assert line.startswith("class folder val/b/ holds no image (.jpg .jpeg .png ")
+    def train(*words: str, **ranks: str) -> str:
+        base = ("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
+        result = pipeline(*base, *words, cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
+        assert result.seconds < 15  # about 0.7 s on an idle machine
+        return refused(result)
+
+    assert "train.epochs" in train("train.epoch=3")
+    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in train("--nproc", "5")
     (tmp_path / "file").write_text("x")
-    for folder in (tmp_path / "file" / "run", Path("/proc/run")):
-        line = train(tmp_path, without_torch, *data, f"run.dir={folder}")
-        assert line.startswith(f"run.dir={folder} cannot be written: ")
-        assert line.endswith("give a folder that can be written, with run.dir=FOLDER")
+    line = train(f"run.dir={tmp_path / 'file'}/run")
+    assert line.startswith(f"run.dir={tmp_path / 'file'}/run cannot be written: ")
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
-    assert "give --nproc, or start with torchrun, not both" in refused(result)
+    assert "give --nproc, or start with torchrun, not both" in train("--nproc", "2", **ranks)
+    name = "a%41b"
+    odd = f"run.dir={tmp_path / name}/run"
+    line = train(odd, "track.uri=auto")
+    assert line.startswith(f"MLflow cannot open {tmp_path / name}/mlflow.db")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    words = ("train", "digits", f"data.root={digits}", odd, "track.uri=none")
+    assert pipeline(*words, PYTHONPATH=str(without_torch)).code == 99, "the next step imports torch"
 
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
 def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path, digits: Path) -> None:
-    words = (
-        "digits",
-        f"data.root={digits}",
-        f"run.dir={tmp_path / 'run'}",
-        "run.device=cuda",
-        "track.uri=none",
-    )
-    result = pipeline("doctor", *words, PET_NPROC_PER_NODE="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
+    words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "run.device=cuda")
+    pod = {"PET_NPROC_PER_NODE": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    result = pipeline("doctor", *words, "track.uri=none", **pod)
     assert result.code == 2
     assert "run.device=cuda" in result.error
     assert "--runtime-class" in result.error
@@ -96,47 +72,28 @@ LONG = "x" * 300
 """A file name that is too long for every file system: looking it up is an error, even for root."""
 
 
-@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.parametrize(
     ("words", "code"),
     [("plan {long}.yaml", 2), ("train digits run.dir={long}/run", 2),
-     ("plan digits data.source=folder data.root={long}", 2),
-     ("plan digits data.source=pack data.root={long}", 2), ("data check {long}", 2), ("data make digits {long}", 2),
-     ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2),
-     ("data pack {long} out", 2), ("data pack {digits} {long}", 4), ("evaluate {long}", 2), ("evaluate {long}/run", 2),
-     ("predict {long} a.png", 2), ("export {long} --to torch.export", 2), ("report {long}", 2), ("verify {long}", 2),
-     ("sync {long}", 2), ("k8s render --out {long}", 2)],
+     ("plan digits data.source=folder data.root={long}", 2), ("data check {long}", 2), ("data make digits {long}", 2),
+     ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2), ("data pack {long} out", 2),
+     ("evaluate {long}/run", 2), ("predict {long} a.png", 2), ("export {long} --to torch.export", 2),
+     ("report {long}", 2), ("verify {long}", 2), ("sync {long}", 2), ("k8s render --out {long}", 2)],
 )  # fmt: skip
 def test_an_unreadable_path_is_one_line_for_every_command(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    words: str, code: int,
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, code: int
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
-    assert main(words.format(long=LONG, digits=digits).split()) == code
+    assert main(words.format(long=LONG).split()) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("pipeline: ")
     assert "File name too long" in line
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unexpected_file_error_in_a_rank_stays_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
-    monkeypatch.setattr("faulthandler.register", lambda *_: None)
-
-    def fail(*_: object) -> None:
-        raise FileNotFoundError(2, "No such file or directory", "weights.pt")
-
-    monkeypatch.setattr("pipeline.operate.launch.train", fail)
-    with pytest.raises(FileNotFoundError, match="No such file"):
-        main(["train", "digits"])
-
-
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(errno.EIO, 75), (errno.ESTALE, 75), (errno.ENOENT, 4), (errno.ENOSPC, 4), (errno.EROFS, 4)],
+    ("number", "code"), [(errno.EIO, 75), (errno.ESTALE, 75), (errno.ENOENT, 4), (errno.ENOSPC, 4)]
 )
 def test_storage_out_of_reach_is_temporary_for_every_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int
@@ -146,8 +103,14 @@ def test_storage_out_of_reach_is_temporary_for_every_command(
 
     monkeypatch.setattr("pipeline.addons.deploy.k8s.render", fail)
     assert main(["k8s", "render"]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert ("give the same command again once its storage is back" in line) == (code == 75)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    # in a rank, an unexpected error of a file stays a crash, which a launcher restarts
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
+    monkeypatch.setattr("faulthandler.register", lambda *_: None)
+    monkeypatch.setattr("pipeline.operate.launch.train", fail)
+    with pytest.raises(OSError, match="journal"):
+        main(["train", "digits"])
 
 
 @pytest.mark.fault("E5")
@@ -156,34 +119,28 @@ def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Pa
     small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system has no mount namespaces")
-    train = [
-        sys.executable,
-        "-m",
-        "pipeline",
-        "train",
+    words = [
         "digits",
         f"data.root={digits}",
         f"run.dir={tmp_path / 'run'}",
+        *SMALL,
+        "data.workers=2",
+        "train.max_steps=4",
     ]
-    words = [*SMALL, "data.workers=2", "train.max_steps=4"]
-    done = subprocess.run(
-        [*small, *train, *words], capture_output=True, text=True, env=environment(), check=False
-    )
+    train = [*small, sys.executable, "-m", "pipeline", "train", *words]
+    done = subprocess.run(train, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["predict runs/done images", "export runs/done --to safetensors", "sync runs/done",
-     "doctor digits --json data.source=synthetic", "k8s render digits --nodes 2"],
-)  # fmt: skip
+    "command", ["predict runs/done images", "sync runs/done", "doctor digits --json data.source=synthetic"]
+)
 def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place, command: str) -> None:
     expected = quick(*command.split(), cwd=place.path)
     assert expected.out or expected.err
     result = quick(*command.split(), cwd=place.path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
     assert result.code == expected.code, result.err
-    for before, after in ((expected.out, result.out), (expected.err, result.err)):
-        assert _without_figures(after) == _without_figures(before)
+    assert _without_figures(result.out + result.err) == _without_figures(expected.out + expected.err)
 
 
 def _without_figures(text: str) -> str:
@@ -230,22 +187,16 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
         assert result.seconds < 29, "torchrun waits 30 s for a rank that does not exit"
 
 
-@pytest.mark.parametrize(
-    ("arch", "batch", "size", "reason"),
-    [("resnet18", 1, 32, "more than 1 value per channel"),
-     ("inception_v3", 8, 32, "Kernel size can't be greater"),
-     ("swin_t", 8, 32, None)],
-)  # fmt: skip
-def test_shapes_that_a_network_cannot_take_are_refused(
-    arch: str, batch: int, size: int, reason: str | None
-) -> None:
-    if reason is None:
-        check_shapes(Model(arch=arch), 10, batch, [size], size)
-    else:
+def test_shapes_that_a_network_cannot_take_are_refused() -> None:
+    for arch, batch, reason in (
+        ("resnet18", 1, "more than 1 value per channel"),
+        ("inception_v3", 8, "Kernel size can't be greater"),
+    ):
         with pytest.raises(
             RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"
         ):
-            check_shapes(Model(arch=arch), 10, batch, [size], size)
+            check_shapes(Model(arch=arch), 10, batch, [32], 32)
+    check_shapes(Model(arch="swin_t"), 10, 8, [32], 32)
 
 
 def test_a_path_on_the_command_line_is_expanded(
@@ -254,24 +205,7 @@ def test_a_path_on_the_command_line_is_expanded(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert main(["data", "make", "digits", "~/x"]) == 0
-    assert capsys.readouterr().out.startswith(f"made {tmp_path}/x: ")
     assert main(["k8s", "render", "digits", "--out=~/k8s"]) == 0
-    assert (tmp_path / "k8s").is_dir()
     assert main(["export", "~/nowhere", "--to", "safetensors", "--out", ""]) == 2
     assert "'' is not a path" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k8s", "x"]
-
-
-def test_a_run_whose_database_mlflow_cannot_open_is_refused(
-    tmp_path: Path, digits: Path, without_torch: Path
-) -> None:
-    name = "a%41b"
-    words = ["train", "digits", f"data.root={digits}", f"run.dir={tmp_path / name / 'run'}"]
-    line = refused(pipeline(*words, PYTHONPATH=str(without_torch)))
-    assert line == (
-        f"MLflow cannot open {tmp_path / name}/mlflow.db, because of a ? or % in the path, or because it is not UTF-8:"
-        " give another run.dir, name a server with track.uri, or set track.uri=none"
-    )
-    assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, (
-        "the next step imports torch"
-    )

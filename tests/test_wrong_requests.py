@@ -3,12 +3,11 @@
 import os
 import re
 import shlex
-import shutil
 import threading
 from pathlib import Path
 
 import pytest
-from harness import DONE, Job, pipeline, save_checkpoint
+from harness import DONE, Job, save_checkpoint
 
 from pipeline.addons.datasets.synthetic import make_synthetic
 from pipeline.addons.ops.keys import all_keys
@@ -23,30 +22,24 @@ SMALL = "model.arch=shufflenet_v2_x0_5 augment.size=32 batch.global=8 data.worke
 PHOTOS = f"data.source=folder data.root=photos {SMALL}"
 
 RECIPES = {
-    "empty": "", "alias": "a: &x 1\nb: *x\n", "dotted": "data: {source: digits}\ntrain.epochs: 3\n",
+    "empty": "", "dotted": "data: {source: digits}\ntrain.epochs: 3\n",
     "odd": "data: {source: digits}\nbatch: {global: 7}\n",
-    "mix": "data: {root: /data}\naugment: {mixup: 0.2}\nbatch: {global: 6}\n",
 }  # fmt: skip
 
 FOLDERS = {
-    "empty": [], "onlytrain": ["train/a/1.jpg", "train/b/1.jpg"], "few": ["a/1.jpg", "b/1.jpg"],
+    "few": ["a/1.jpg", "b/1.jpg"], "texts": ["train/a/1.txt", "train/b/1.txt", "val/a/1.txt", "val/b/1.txt"],
     "differ": ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
-    "texts": ["train/a/1.txt", "train/b/1.txt", "val/a/1.txt", "val/b/1.txt"],
     "folder-image": ["train/a/1.jpg", "train/b/1.jpg", "train/b/000.jpg/x", "val/a/1.jpg", "val/b/1.jpg"],
-    "unfinished": [".packing.json"], "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"],
+    "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"],
 }  # fmt: skip
 
 # A request, and the flag, key, value or path that its line names. Exit code 2.
 WRONG = """
 train | RECIPE
 train nosuch | nosuch
-train nosuch.yaml | nosuch.yaml
-train ./photos | photos
-train train.epochs=3 | train.epochs=3
 train digits train.epochs 3 | 'train.epochs' is not key=value
 train digits --epochs=3 | --epochs
 train digits --quite | --quiet
-train digits train.epochs=1 --nporc 2 | --nproc
 train digits --nproc=0 | --nproc
 train digits --nproc 2 --numa-binding node | torchrun
 train digits batch.global=2000 | batch.global
@@ -54,104 +47,68 @@ train digits batch.global=97 batch.accumulate=2 | 96 or 98
 train digits batch.global=9 --nproc 2 | 8 or 10
 train digits profile.steps=9-5 | profile.steps=[9, 5]
 train digits schedule.warmup=5 | schedule.warmup=5
-train digits data.source=folder | data.root
 train digits run.resume=alwyas | run.resume=alwyas
 train digits run.dir=/proc/x | run.dir=/proc/x
-train digits run.dir=s3://bucket/x | checkpoint.mirror=
 train digits run.dir=notes.txt | notes.txt
 train digits model.arch=resnet19 | resnet18
 train digits model.init=nosuch | model.init=nosuch
 train digits model.init=models:/x | runs/mlflow.db
 train digits model.freeze=backbone | model.init
 train digits track.uri=htp://foo | track.uri=htp://foo
-train digits track.uri=sqlite:///photos | photos
-train digits track.required=true track.uri=none | track.required=true
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
 train digits augment.scale=[0.9,0.1] | augment.scale=[0.9, 0.1]
-train digits augment.first_size=64 augment.size=32 | augment.first_size=64
 train digits augment.first_size=16 augment.growth=[1_epoch,99_epochs] | augment.growth
-train digits augment.pad=32 | augment.pad=32
 train digits run.exact=true train.precision=fp16 | train.precision=fp16
 train digits run.exact=true parallel=fsdp | parallel=fsdp
-train digits run.deterministic=true model.batchnorm=average | model.batchnorm=average
 train digits parallel=stages stages.count=3 | stages.count=3
-train digits parallel=stages model.freeze=backbone | model.freeze
-train digits parallel=fsdp optimizer.name=lamb | optimizer.name=lamb
 train digits parallel=dataparallel --nproc 2 | parallel=dataparallel
 train digits checkpoint.mirror=gs://bucket | checkpoint.mirror
-train digits data.cache=x | data.cache=x
 train digits augment.mixup=0.2 batch.global=5 | an even number
 train digits model.arch=alexnet augment.size=32 | augment.size
 train digits run.dir=runs/done train.epochs=1 | train.epochs: 12 -> 1
-train digits run.dir=runs/done data.balance=sqrt | data.balance: none -> sqrt
 train digits run.dir=data/digits data.root=data/digits | data.root
 train resnet50-90 data.workers=0 | 'pipeline data import imagenet ARCHIVES data/imagenet'
 train digits data.source=folder data.root=nowhere | data.root=nowhere
-train digits data.source=folder data.root=s3://bucket/data | data.source=pack
 train digits data.source=pack data.root=s3://B/data | s3://B/data
-train digits data.source=folder data.root=notes.txt | data.root=notes.txt
 train digits data.source=folder data.root=packed | data.source=pack
 train digits data.source=pack data.root=photos | 'pipeline data pack photos photos-pack'
-train digits data.source=pack data.root=unfinished | 'pipeline data pack SRC unfinished'
 train digits data.source=pack data.root=torn-pack | torn-pack
-train digits data.source=folder data.root=onlytrain | val/
 train digits data.source=folder data.root=differ | c in val/ only
 train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg
 train digits data.source=folder data.root=few | data.val_split=0.1
 train empty.yaml | data.root
-train alias.yaml | alias.yaml line 2
 train dotted.yaml | train: {epochs: 3}
 train odd.yaml --nproc 2 | 6 or 8
-train photo.jpg.yaml | photo.jpg.yaml
 plan digits --world=7 | 91 or 98
 plan digits --world 4 --nodes 2 batch.global=6 | 4 or 8
-plan digits --world 4 extra | 'extra'
 doctor digits --world=two | --world
 evaluate | RUN_DIR|CHECKPOINT
-evaluate nosuch --nproc 2 | nosuch
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
-evaluate runs/done data.source=folder data.root=nowhere | nowhere
-predict runs/done | IMAGE
 predict runs/done photos nosuch.jpg | nosuch.jpg
 predict runs/done photos --sheet=out.jpg | --sheet out.jpg
 export runs/done --to=onnx --out=nosuch/model.onnx | nosuch
-export runs/done | --to
 verify photos | photos
-verify photos --steps 9-4 | --steps
-report photos | photos
 sync nosuch | nosuch
 bench train --only plain | benchmarks/NAME.py
 doctor digits --gang | nccl-tests
-k8s render --nodes 2 --gang-check | nccl-tests
 runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
 trian digits | 'trian'
 data make cats | 'cats'
-data make digits out --images=3 | --images
 data import imagenet photos out --pack zip | zip
 data import imagenet photos out | ILSVRC2012_img_train.tar
 data pack photos | OUT
-data pack photos out --level=best | best
 data pack photos out --val-split=1 | --val-split
 data pack packed out | packed
-data pack photos packed --level raw=32 | packed
-data pack photos gs://bucket/data | gs://bucket/data
 data check differ --json | c in val/ only
-data check torn-pack | torn-pack
-rehearse digits --nodes=5 | 95 or 100
 rehearse digits --nodes 2 --kill 9@3 | --nodes 2
 rehearse digits --nodes 2 run.resume=never | run.resume=never
 k8s render --nodes=7 | 91 or 98
-k8s render --nodes 3:2 | 3:2
 k8s render --namespace=a.b | --namespace
 k8s render --memory=4G | --memory
-k8s render --shm=100Gi | --shm 100Gi
-k8s render --out=/proc/x | /proc/x
-k8s render --store=gs://bucket/x | --store
 k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
-k8s render --store-cidr=10.0.0.0/24 | --store s3://
 k8s render --cpu --gpus 2 | --cpu
 k8s render --gang native | --queue
 k8s render --topology zone | kustomization
@@ -161,19 +118,16 @@ k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data p
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio.NAMESPACE.svc:9000
 k8s render digits run.dir=/runs/x --nodes 4 | run.dir
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
-k8s render mix.yaml --nodes 2 | an even number
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE='x'
 RANK=0 WORLD_SIZE=2 train digits | no address of rank 0
 WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK is not set
-RANK=1 WORLD_SIZE=2 predict runs/done nosuch.jpg | nosuch.jpg
 PET_NNODES=0 doctor digits | PET_NNODES='0'
 """
 
 # Exit code 4: the folder exists, and what it must hold is missing.
 MISSING = """
 evaluate photos | photos
-predict photos photo.jpg | photos
 export empty-run --to torch.export | empty-run
 """
 
@@ -194,7 +148,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
         patch.chdir(root)
         for name, text in RECIPES.items():
             Path(f"{name}.yaml").write_text(text)
-        Path("photo.jpg.yaml").write_bytes(b"\xff\xd8\xff\xe0")
         Path("notes.txt").write_text("not an image")
         Path("photo.jpg").write_bytes(b"\xff\xd8\xff\xe0")
         for name, files in FOLDERS.items():
@@ -251,7 +204,6 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert line.startswith("pipeline: ")
     assert named in line
     assert not captured.out
-    assert not [row for row in findings if not row.startswith(("ok ", "BAD ", " "))]
     assert not findings or words[0] == "doctor", "one line only"
     assert paths(folder) == before
     for thread in set(threading.enumerate()) - running:
@@ -276,32 +228,11 @@ def follow_advice(line: str) -> None:
             parse(shlex.split(command))
 
 
-def test_a_wrong_request_to_a_real_process_is_one_line(folder: Path) -> None:
-    before = paths(folder)
-    result = pipeline("train", "digits", "model.arch=resnet19", cwd=folder)
-    assert (result.code, result.out) == (2, "")
-    assert "resnet18" in result.error
-    assert len(result.err.splitlines()) == 1
-    assert paths(folder) == before
-
-
-@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_a_good_request_shows_its_plan_once_and_first(folder: Path, tmp_path: Path, nproc: int) -> None:
-    shutil.copytree(folder / "photos", tmp_path / "photos")
-    words = [
-        "digits",
-        *SMALL.split(),
-        "data.source=folder",
-        f"data.root={tmp_path}/photos",
-        "train.max_steps=1",
-    ]
-    job = Job(tmp_path / "run", [*words, "run.device=cpu", "track.uri=none", "run.resume=never"], nproc=nproc)
-    result = job.run()
+def test_a_good_request_shows_its_plan_once_and_first(folder: Path, tmp_path: Path) -> None:
+    words = ["digits", *PHOTOS.split(), f"data.root={folder}/photos", "run.device=cpu", "track.uri=none"]
+    result = Job(tmp_path / "run", [*words, "train.max_steps=1", "run.resume=never"], nproc=2).run()
     assert result.code == 0, result.err
     assert DONE.match(result.out)
     assert result.err.count("  learning rate ") == 1
-    assert (
-        result.err.index("a fresh start")
-        < result.err.index("  learning rate ")
-        < result.err.index("creating ")
-    )
+    order = [result.err.index(part) for part in ("a fresh start", "  learning rate ", "creating ")]
+    assert order == sorted(order)

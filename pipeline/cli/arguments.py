@@ -5,9 +5,9 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError, nearest
 from pipeline.lazy import part
@@ -29,11 +29,13 @@ REPLACED: dict[str, str] = {
 A command's name may have two words.
 """
 
+TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
+_KEYS_HELP = "'pipeline train --help' lists the keys"
 
-class Commands(Protocol):
-    """The commands of one level, as argparse's `add_subparsers` returns them."""
-
-    def add_parser(self, name: str, **options: Any) -> "Parser": ...
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""The commands of one level, as `add_subparsers` returns them."""
+Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
+"""Runs a command; returns its result, or its exit code if it has printed the result itself."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,19 +61,15 @@ class Parser(argparse.ArgumentParser):
         """Raise RequestError for what could not be parsed: its first flag, or its first word."""
         word = next((word for word in rest if word.startswith("-")), rest[0])
         name = word.partition("=")[0]
-        if not word.startswith("-"):
-            self.error(f"unexpected argument {word!r}")
-        if name in REPLACED:
-            raise RequestError(f"there is no flag {name} since version 0.3: {REPLACED[name]}")
+        refuse_replaced(name)
         flags = re.findall(r"--[\w-]+", self.format_usage())
-        self.error(f"unknown flag {name}{nearest(name, flags, cutoff=0.7)}")
+        self.error(f"unexpected argument {name!r}{nearest(name, flags, cutoff=0.7)}")
 
 
-def refuse_replaced_command(words: Sequence[str]) -> None:
-    """Raise RequestError if a command line begins with a command of version 0.2 that is gone."""
-    for name in (" ".join(words[:1]), " ".join(words[:2])):
-        if name in REPLACED:
-            raise RequestError(f"there is no command {name!r} since version 0.3: {REPLACED[name]}")
+def refuse_replaced(name: str) -> None:
+    """Raise RequestError if a command or flag of version 0.2 is gone."""
+    if name in REPLACED:
+        raise RequestError(f"there is no {name!r} since version 0.3: {REPLACED[name]}")
 
 
 def help_width() -> int:
@@ -79,28 +77,15 @@ def help_width() -> int:
     return shutil.get_terminal_size().columns - 2
 
 
-Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
-"""Runs a command; returns its result, or its exit code if it has printed the result itself."""
-
-
 def add_command(
-    commands: Commands,
-    name: str,
-    run: Handler,
-    help: str,
-    description: str = "",
-    *examples: str,
-    **options: Any,
-) -> Parser:
+    commands: Commands, name: str, run: Handler, help: str, description: str = "", *examples: str, **more: Any
+) -> Parser:  # fmt: skip
     """Add a command that `run` handles. Without a description, its help line takes that place."""
     description = description or f"{help[0].upper()}{help[1:]}."
     epilog = "\n  ".join(["example:" if len(examples) == 1 else "examples:", *examples]) if examples else None
-    parser = commands.add_parser(name, help=help, description=description, epilog=epilog, **options)
+    parser = commands.add_parser(name, help=help, description=description, epilog=epilog, **more)
     parser.set_defaults(run=run, parser=parser)
     return parser
-
-
-_KEYS_HELP = "'pipeline train --help' lists the keys"
 
 
 def add_recipe(
@@ -115,10 +100,25 @@ def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
+def add_nproc(parser: Parser) -> None:
+    help = "start N processes on this machine"
+    parser.add_argument("--nproc", type=positive_int, metavar="N", help=help)
+
+
 def add_trust(parser: Parser) -> None:
     """Add the option that allows a function named by a checkpoint, receipt or registry to run."""
-    help = "run this function of your own, which the model names as its model.arch; without it no code of a model runs"
+    help = "run this function of your own, which the model names as its model.arch"
     parser.add_argument("--trust", action="append", metavar="package.module:function", help=help)
+
+
+def add_best(parser: Parser) -> None:
+    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
+    parser.add_argument("--best", action="store_true", help=help)
+
+
+def target_of(options: argparse.Namespace) -> str:
+    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
+    return str(part("best checkpoint")(options.target) if options.best else options.target)
 
 
 def path_or_uri(text: str) -> str:
@@ -143,24 +143,9 @@ def positive_int(text: str) -> int:
 
 def count_or_range(text: str) -> tuple[int | None, int]:
     """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
-    if ":" not in text:
+    low, colon, high = text.rpartition(":")
+    if not colon:
         return None, positive_int(text)
-    low, high = (int(part) if part.isdecimal() else 0 for part in text.split(":", 1))
-    if not 0 < low <= high:
+    if positive_int(low) > positive_int(high):
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX with MIN at most MAX, such as 1:4")
-    return (low if low < high else None), high
-
-
-TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
-
-
-def add_best(parser: Parser) -> None:
-    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
-    parser.add_argument("--best", action="store_true", help=help)
-
-
-def target_of(options: argparse.Namespace) -> str:
-    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
-    if not options.best:
-        return str(options.target)
-    return str(part("best checkpoint")(options.target))
+    return (int(low) if low != high else None), int(high)

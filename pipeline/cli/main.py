@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipeline import __version__, errors, streams, supervision, world
-from pipeline.cli.arguments import Parser, refuse_replaced_command
+from pipeline.cli.arguments import Parser, refuse_replaced
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
 from pipeline.data.access import storage_outage
@@ -82,9 +82,7 @@ def execute(words: Sequence[str], parser: Parser) -> int:
             _erase_live_line()
             print(result, flush=True)
         if (error := streams.output_error()) and code == errors.OK:
-            raise StorageError(
-                f"standard output cannot be written ({error.strerror}): the result is incomplete"
-            )
+            raise StorageError(f"standard output cannot be written: {error.strerror}")
         return code
     except RunError as error:
         if isinstance(error, signals.EarlyStopError) and signals.LAUNCHER_REPORTS in os.environ:
@@ -102,10 +100,8 @@ def execute(words: Sequence[str], parser: Parser) -> int:
             _print_error("interrupted: give the same command again")
         return TemporaryError.code
     except OSError as error:
-        if (
-            error.filename is None or world.is_launched()
-        ):  # in a rank it is a crash: the launcher may restart it
-            raise
+        if error.filename is None or world.is_launched():
+            raise  # in a rank it is a crash: the launcher may restart it
         failure = storage_outage(error.filename, error) or StorageError(f"{error.filename}: {error.strerror}")
         _print_error(str(failure))
         return failure.code
@@ -142,7 +138,8 @@ def parse(words: Sequence[str], parser: Parser | None = None) -> argparse.Namesp
         import argcomplete
 
         argcomplete.autocomplete(parser, always_complete_options=False)
-    refuse_replaced_command(words)
+    for length in (1, 2):
+        refuse_replaced(" ".join(words[:length]))
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest

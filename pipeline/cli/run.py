@@ -5,19 +5,10 @@ import faulthandler
 import itertools
 import os
 import signal
-from pathlib import Path
 
 from pipeline import streams, supervision
 from pipeline.cli import arguments
-from pipeline.cli.arguments import (
-    Commands,
-    add_command,
-    add_overrides,
-    add_recipe,
-    add_trust,
-    path_or_uri,
-    positive_int,
-)
+from pipeline.cli.arguments import Commands, add_command
 from pipeline.guards.signals import StopRequest
 from pipeline.lazy import part
 
@@ -40,14 +31,16 @@ class _HelpWithKeys(argparse.Action):
 def _add_train(commands: Commands) -> None:
     parser = add_command(
         commands, "train", _train, "train a recipe; the same command resumes an interrupted run",
-        "Train RECIPE. If its run folder holds checkpoints, training resumes from the newest one. Under torchrun,"
-        " this process joins the group; otherwise it trains alone, or starts N processes with --nproc N.",
+        "Train RECIPE. If its run folder holds checkpoints, training resumes from the newest one. Under"
+        " torchrun, this process joins the group; otherwise it trains alone, or starts N processes.",
         "pipeline train digits train.epochs=3 --nproc 2", add_help=False,
     )  # fmt: skip
     add = parser.add_argument
     add("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
-    add_recipe(parser, "name of a recipe in pipeline/recipes/, or a YAML file", "the keys are listed below")
-    add("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
+    arguments.add_recipe(
+        parser, "name of a recipe in pipeline/recipes/, or a YAML file", "the keys are listed below"
+    )
+    arguments.add_nproc(parser)
     add("--quiet", action="store_true", help="print only errors and the last line")
 
 
@@ -75,29 +68,28 @@ def _add_recipes(commands: Commands) -> None:
 def _recipes(_: argparse.Namespace) -> str:
     from pipeline.config.load import RECIPES, recipe_names
 
-    return "\n\n".join(f"{name}\n{_comment(RECIPES / f'{name}.yaml')}" for name in recipe_names())
-
-
-def _comment(recipe: Path) -> str:
-    """Return the comment at the top of a recipe: what it trains, its target, data and source."""
-    lines = itertools.takewhile(
-        lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines()
-    )
-    return "\n".join(f"  {line.removeprefix('# ')}" for line in lines)
+    blocks = []
+    for name in recipe_names():
+        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
+        blocks.append("\n  ".join([name, *(line.removeprefix("# ") for line in comment)]))
+    return "\n\n".join(blocks)
 
 
 def _add_evaluate(commands: Commands) -> None:
     parser = add_command(
         commands, "evaluate", _evaluate, "evaluate a checkpoint on all validation images",
-        "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every image"
-        " counts exactly once, at any number of processes.",
+        "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every"
+        " image counts exactly once, at any number of processes.",
         "pipeline evaluate runs/digits", "pipeline evaluate runs/digits --best --nproc 2",
     )  # fmt: skip
-    parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=arguments.TARGET_HELP)
-    add_overrides(parser)
+    parser.add_argument(
+        "target", type=arguments.path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=arguments.TARGET_HELP
+    )
+    arguments.add_overrides(parser)
     arguments.add_best(parser)
-    add_trust(parser)
-    parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
+    arguments.add_trust(parser)
+    arguments.add_nproc(parser)
 
 
 def _evaluate(options: argparse.Namespace) -> str | int:

@@ -27,7 +27,6 @@ MAX_YAML_BYTES = 1 << 16
 _AUTO = ("auto", "none", "null", "~")
 _BEFORE_0_3 = {"run.portable": "false", "data.split_by": "file", "data.orientation": "ignore"}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
-_LENGTH = ("train.epochs", "train.max_steps")
 
 
 def load(recipe: str, overrides: list[str]) -> Config:
@@ -36,23 +35,18 @@ def load(recipe: str, overrides: list[str]) -> Config:
     recipe: a name from `recipes/` or the path of a YAML file.
     """
     path = _find(recipe)
-    tree = _parse_yaml(_read_text(path), str(path))
-    tree.setdefault("recipe", path.stem)
-    recipe_tree = copy.deepcopy(tree)
+    recipe_tree = {"recipe": path.stem, **_parse_yaml(_read_text(path), str(path))}
+    tree = copy.deepcopy(recipe_tree)
     _apply(tree, overrides)
-    run, track = tree.setdefault("run", {}), tree.setdefault("track", {})
-    if isinstance(run, dict) and str(run.get("dir", "auto")).lower() in _AUTO:
-        run["dir"] = f"runs/{tree['recipe']}"
-    name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
-    if name and isinstance(track, dict) and str(track.get("experiment", "auto")).lower() in _AUTO:
-        track["experiment"] = name
+    _set_if_auto(tree, "run", "dir", f"runs/{tree['recipe']}")
+    _set_if_auto(tree, "track", "experiment", os.environ.get("MLFLOW_EXPERIMENT_NAME"))
     config = _validate(tree)
     if config.run.resume == "auto":
+        stated = {word.partition("=")[0] for word in overrides}
+        if path.parent != RECIPES:  # a recipe of this package may have gained keys since
+            stated |= _keys(recipe_tree)
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
-            stated = {word.partition("=")[0] for word in overrides}
-            if path.parent != RECIPES:  # a recipe of this package may have gained keys since
-                stated |= _keys(recipe_tree)
             _set_earlier_defaults(tree, stated | _keys(_parse_yaml(saved, "")))
             config = _validate(tree)
     config = config.with_changes(_changes(config, recipe_tree, overrides))
@@ -60,6 +54,12 @@ def load(recipe: str, overrides: list[str]) -> Config:
     if config.track.uri not in ("auto", "none"):
         part("check tracking URI")("track.uri", config.track.uri)
     return config
+
+
+def _set_if_auto(tree: dict[str, Any], section: str, key: str, value: str | None) -> None:
+    keys = tree.setdefault(section, {})
+    if value and isinstance(keys, dict) and str(keys.get(key, "auto")).lower() in _AUTO:
+        keys[key] = value
 
 
 def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_saved: bool = True) -> Config:
@@ -79,18 +79,14 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
 
 
 def recipe_text(recipe: str) -> tuple[str, str]:
-    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it.
-
-    The YAML is the file's own text, with its comments, below a line with the name. If that is not
-    valid (above `---` or `{…}`), the YAML is generated.
-    """
+    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it."""
     path = _find(recipe)
     text = _read_text(path)
     tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
-    for candidate in (text, f"recipe: {tree['recipe']}\n{text}"):
-        with suppress(RequestError):
-            if _parse_yaml(candidate, str(path)) == tree:
-                return tree["recipe"], candidate
+    with suppress(RequestError):
+        named = f"recipe: {path.stem}\n{text}"  # keeps the comments; not valid above `---` or `{…}`
+        if _parse_yaml(named, "") == tree:
+            return path.stem, named
     return tree["recipe"], yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
@@ -103,20 +99,17 @@ def refuse_changes(before: Config, now: Config) -> None:
         if old.get(key) != new.get(key)
     ]
     if now.train.epochs < before.train.epochs:
-        changed.append(
-            f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)"
-        )
+        epochs = f"train.epochs: {before.train.epochs} -> {now.train.epochs}"
+        changed.append(f"{epochs} (it can only be increased)")
     if changed:
         what = f"the run in {now.run_dir} was started"
-        or_else = (
-            f"give another {'run.dir and checkpoint.mirror' if now.checkpoint.mirror else 'run.dir'}, or "
-        )
+        mirror = " and checkpoint.mirror" if now.checkpoint.mirror else ""
+        other = f"give another run.dir{mirror}, or "
         if now.run.resume != "auto":
-            what, or_else = f"run.resume={now.run.resume} was trained", "or "
-        raise RequestError(
-            f"{what} with another configuration: {'; '.join(changed)}",
-            f"restore these keys, {or_else}{now.start_again}",
-        )
+            what = f"run.resume={now.run.resume} was trained"
+            other = "or "
+        problem = f"{what} with another configuration: {'; '.join(changed)}"
+        raise RequestError(problem, f"restore these keys, {other}{now.start_again}")
 
 
 def training_keys(config: Config) -> dict[str, Any]:
@@ -133,11 +126,10 @@ def flatten(config: Config) -> dict[str, Any]:
     """Return the configuration as {"section.key": value}."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json", by_alias=True).items():
-        flat |= (
-            {f"{name}.{key}": inner for key, inner in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 
@@ -155,9 +147,8 @@ def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, 
     before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
     changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
     if changed:
-        raise RequestError(
-            f"{', '.join(changed)} cannot be set, because {path} fixes the model", "leave model.* out"
-        )
+        problem = f"{', '.join(changed)} cannot be set, because {path} fixes the model"
+        raise RequestError(problem, "leave model.* out")
     return trained, now
 
 
@@ -172,10 +163,12 @@ def _find(recipe: str) -> Path:
     path = Path(recipe)
     if path.suffix.lower() in (".yaml", ".yml") or "/" in recipe:
         return path
-    raise RequestError(
-        f"recipe '{show(recipe)}' is unknown",
-        f"the recipes are {', '.join(names)}, or give the path of a .yaml file{nearest(recipe, names)}",
-    )
+    raise RequestError(f"recipe '{show(recipe)}' is unknown", _give_a_recipe(recipe))
+
+
+def _give_a_recipe(name: str) -> str:
+    names = recipe_names()
+    return f"give the path of a .yaml file, or one of {', '.join(names)}{nearest(name, names)}"
 
 
 def _read_text(path: Path) -> str:
@@ -186,8 +179,8 @@ def _read_text(path: Path) -> str:
             raise RequestError(f"{path} is larger than 64 KiB", "give the YAML file of a recipe")
         return raw.decode()
     except OSError as error:
-        remedy = f"give a YAML file, or one of {', '.join(recipe_names())}{nearest(path.stem, recipe_names(), 0.8)}"
-        raise RequestError(f"recipe {path} cannot be read: {error.strerror}", remedy) from None
+        problem = f"recipe {path} cannot be read: {error.strerror}"
+        raise RequestError(problem, _give_a_recipe(path.stem)) from None
     except UnicodeDecodeError:
         raise RequestError(f"recipe {path} is not UTF-8 text", "give a YAML file") from None
 
@@ -198,9 +191,7 @@ class NoAliases(yaml.parser.Parser, yaml.composer.Composer):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(
-                problem="an alias (*name) is not allowed: repeat the value", problem_mark=mark
-            )
+            raise yaml.MarkedYAMLError(problem="an alias (*name) is not allowed", problem_mark=mark)
         return super().compose_node(parent, index)
 
 
@@ -210,12 +201,9 @@ class _StringLoader(NoAliases, yaml.BaseLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
-            if not isinstance(key.value, str):
-                raise yaml.MarkedYAMLError(problem="a key is not a string", problem_mark=key.start_mark)
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
-                )
+            if not isinstance(key.value, str) or key.value in seen:
+                problem = f"key {key.value!r} is given twice, or is not a string"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -235,9 +223,8 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     if tree in ("", None):
         return {}
     if not isinstance(tree, dict):
-        raise RequestError(
-            f"{origin} has no sections", "a recipe is a mapping such as 'model: {arch: resnet18}'"
-        )
+        remedy = "a recipe is a mapping such as 'model: {arch: resnet18}'"
+        raise RequestError(f"{origin} has no sections", remedy)
     return {key: {} if value == "" else value for key, value in tree.items()}
 
 
@@ -262,9 +249,8 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
 
 
 def _keys(tree: dict[str, Any]) -> set[str]:
-    return {
-        f"{section}.{key}" for section, inside in tree.items() if isinstance(inside, dict) for key in inside
-    }
+    sections = {name: inside for name, inside in tree.items() if isinstance(inside, dict)}
+    return {f"{name}.{key}" for name, inside in sections.items() for key in inside}
 
 
 def _set_earlier_defaults(tree: dict[str, Any], stated: set[str]) -> None:
@@ -279,7 +265,7 @@ def _validate(tree: dict[str, Any]) -> Config:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem, remedy = part("explain key")(errors[0])
-        raise RequestError(*((problem, remedy + more) if remedy else (problem + more,))) from None
+        raise RequestError(problem + more, remedy) from None
 
 
 def _fixed_keys(config: Config) -> dict[str, Any]:
@@ -295,6 +281,6 @@ def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) 
     recipe: dict[str, Any] = {}
     with suppress(RequestError):  # a recipe may be valid with its overrides only
         recipe = flatten(_validate(recipe_tree))
-    now, may_matter = flatten(config), {*_fixed_keys(config), *_LENGTH}
+    now, may_matter = flatten(config), {*_fixed_keys(config), "train.epochs", "train.max_steps"}
     given = dict.fromkeys(".".join(word.partition("=")[0].split(".")[:2]) for word in overrides)
     return " ".join(f"{key}={now[key]}" for key in given if key in may_matter and now[key] != recipe.get(key))

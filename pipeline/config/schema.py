@@ -8,32 +8,15 @@ from typing import Literal, Self
 import yaml
 from pydantic import PrivateAttr, model_validator
 
+from pipeline.config import sections
 from pipeline.config.credentials import without_password
-from pipeline.config.sections import (
-    FSDP,
-    Augment,
-    Batch,
-    Checkpoint,
-    Data,
-    Evaluate,
-    Exact,
-    Model,
-    Optimizer,
-    Profile,
-    Run,
-    Schedule,
-    Section,
-    Stages,
-    Track,
-    Train,
-)
 from pipeline.config.values import Text
 
 MODEL_URI_PREFIX = "models:/"
 """Prefix of a model's URI in MLflow's registry."""
 
 
-class Config(Section):
+class Config(sections.Section):
     """The whole configuration of a run."""
 
     recipe: Text
@@ -43,21 +26,21 @@ class Config(Section):
     (DistributedDataParallel; not used for one process); dataparallel: one process uses all GPUs of
     the machine; fsdp: each process has a slice of every weight; stages: each process has some of
     the layers."""
-    run: Run = Run()
-    data: Data = Data()
-    augment: Augment = Augment()
-    model: Model = Model()
-    batch: Batch = Batch()
-    exact: Exact = Exact()
-    fsdp: FSDP = FSDP()
-    stages: Stages = Stages()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    train: Train = Train()
-    evaluate: Evaluate = Evaluate()
-    checkpoint: Checkpoint = Checkpoint()
-    profile: Profile = Profile()
-    track: Track = Track()
+    run: sections.Run = sections.Run()
+    data: sections.Data = sections.Data()
+    augment: sections.Augment = sections.Augment()
+    model: sections.Model = sections.Model()
+    batch: sections.Batch = sections.Batch()
+    exact: sections.Exact = sections.Exact()
+    fsdp: sections.FSDP = sections.FSDP()
+    stages: sections.Stages = sections.Stages()
+    optimizer: sections.Optimizer = sections.Optimizer()
+    schedule: sections.Schedule = sections.Schedule()
+    train: sections.Train = sections.Train()
+    evaluate: sections.Evaluate = sections.Evaluate()
+    checkpoint: sections.Checkpoint = sections.Checkpoint()
+    profile: sections.Profile = sections.Profile()
+    track: sections.Track = sections.Track()
 
     _changes: str = PrivateAttr("")
 
@@ -79,9 +62,7 @@ class Config(Section):
     def _check_combinations(self) -> Self:
         for is_given, problem, remedy in _CONFLICTS:
             if is_given(self):
-                raise ValueError(
-                    without_password(problem.format(c=self)), without_password(remedy.format(c=self))
-                )
+                raise ValueError(*(without_password(text.format(c=self)) for text in (problem, remedy)))
         return self
 
     @property
@@ -95,6 +76,15 @@ class Config(Section):
         if self.run.exact:
             return "run.exact=true"
         return "" if self.parallel == "ddp" else f"parallel={self.parallel}"
+
+    @property
+    def plain_ddp_only(self) -> str:
+        """A setting that only plain DDP supports, or ""."""
+        if self.model.batchnorm != "local":
+            return f"model.batchnorm={self.model.batchnorm}"
+        if self.train.compile in ("on", "reduce-overhead"):
+            return f"train.compile={self.train.compile}"
+        return "" if self.train.gradient_dtype == "fp32" else f"train.exchange={self.train.gradient_dtype}"
 
     @property
     def is_deterministic(self) -> bool:
@@ -131,13 +121,11 @@ class Config(Section):
     def same_command(self) -> str:
         """Return the command that resumes this run, as part of a message.
 
-        run.resume=never or a path would apply again, and discard what the run has saved since. The
-        run's folder in place of a path is refused if nothing is saved there.
+        run.resume=never or a path would apply again, and discard what the run has saved since.
         """
         words = {"auto": "", "never": " with run.resume=auto"}
-        return "the same command" + words.get(
-            self.run.resume, f" with run.resume={shlex.quote(self.run.dir)}"
-        )
+        folder = f" with run.resume={shlex.quote(self.run.dir)}"  # refused if nothing is saved there
+        return "the same command" + words.get(self.run.resume, folder)
 
     def to_yaml(self) -> str:
         """Return the YAML of all keys; `from_yaml` reads it back to an equal configuration."""
@@ -146,21 +134,22 @@ class Config(Section):
         )
 
 
-_NOT_PLAIN = "needs plain DDP and does not support {c.not_plain_ddp}"
-_NO_GRAPH = "train.compile=reduce-overhead records CUDA graphs and does not support"
-_ONE_OF_THEM, _ASCENDING = "leave one of them out", "give the smaller number first"
+_ONE_OF_THEM = "leave one of them out"
+_ASCENDING = "give the smaller number first"
 _CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
+    # folders and buckets
     (lambda c: "://" in c.run.dir, "run.dir={c.run.dir} is not a folder",
-     "give one on this machine, and keep a copy of the run in a bucket with checkpoint.mirror=s3://bucket/prefix"),
-    (lambda c: "://" in (c.data.cache or ""), "data.cache={c.data.cache} is not a folder", "give one on a local disk"),
+     "give one on this machine, and keep a copy in a bucket with checkpoint.mirror=s3://bucket/prefix"),
+    (lambda c: c.data.source in ("folder", "pack") and c.data.root is None, "data.root is missing",
+     "data.source={c.data.source} needs data.root=FOLDER"),
     (lambda c: c.is_in_store and c.data.source != "pack", "data.root={c.data.root} needs data.source=pack",
      "pack a folder into the bucket with 'pipeline data pack FOLDER {c.data.root}'"),
-    (lambda c: c.data.cache and not c.is_in_store, "data.cache={c.data.cache} keeps what is read from a bucket",
-     "leave it out, or give data.root=s3://bucket/prefix"),
-    (lambda c: c.data.source == "folder" and c.data.root is None, "data.root is missing",
-     "data.source=folder needs data.root=FOLDER, a folder with train/ and val/"),
-    (lambda c: c.data.source == "pack" and c.data.root is None, "data.root is missing",
-     "data.source=pack needs data.root=FOLDER, a folder with a pack"),
+    (lambda c: c.data.cache and ("://" in c.data.cache or not c.is_in_store),
+     "data.cache={c.data.cache} is a local folder that keeps what is read from data.root=s3://bucket/prefix",
+     "leave it out, or give both"),
+    (lambda c: not (c.checkpoint.mirror or "s3://").startswith("s3://"),
+     "checkpoint.mirror is not in a bucket", "give none | s3://bucket/prefix"),
+    # values
     (lambda c: c.augment.scale[0] > c.augment.scale[1],
      "augment.scale=[{c.augment.scale[0]:g}, {c.augment.scale[1]:g}]", _ASCENDING),
     (lambda c: c.augment.ratio[0] > c.augment.ratio[1],
@@ -172,47 +161,40 @@ _CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
     (lambda c: (c.augment.first_size or 0) > c.augment.size,
      "augment.first_size={c.augment.first_size} is greater than augment.size={c.augment.size}",
      "the side can only grow"),
+    # training
     (lambda c: c.optimizer.nesterov and c.optimizer.momentum == 0,
      "optimizer.nesterov=true needs optimizer.momentum > 0", "set it, or set nesterov=false"),
-    (lambda c: not (c.checkpoint.mirror or "s3://").startswith("s3://"), "checkpoint.mirror is not in a bucket",
-     "give none | s3://bucket/prefix"),
-    (lambda c: c.run.exact and c.train.precision == "fp16",
-     "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed",
-     "use bf16 or fp32"),
     (lambda c: c.run.deterministic and c.model.batchnorm == "average",
-     "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round differently",
+     "run.deterministic=true does not support model.batchnorm=average, which a resume rounds differently",
      "use local"),
-    (lambda c: c.run.exact and c.parallel != "ddp", f"parallel={{c.parallel}} {_NOT_PLAIN}", _ONE_OF_THEM),
-    (lambda c: c.not_plain_ddp and c.model.batchnorm != "local",
-     f"model.batchnorm={{c.model.batchnorm}} {_NOT_PLAIN}", _ONE_OF_THEM),
-    (lambda c: c.not_plain_ddp and c.train.compile in ("on", "reduce-overhead"),
-     f"train.compile={{c.train.compile}} {_NOT_PLAIN}", _ONE_OF_THEM),
-    (lambda c: c.not_plain_ddp and c.train.gradient_dtype != "fp32",
-     f"train.exchange={{c.train.gradient_dtype}} {_NOT_PLAIN}", _ONE_OF_THEM),
-    (lambda c: c.train.compile == "reduce-overhead" and c.augment.first_size not in (None, c.augment.size),
-     f"{_NO_GRAPH} augment.first_size={{c.augment.first_size}}, because a graph has one image size", _ONE_OF_THEM),
-    (lambda c: c.train.compile == "reduce-overhead" and c.batch.accumulate > 1,
-     f"{_NO_GRAPH} batch.accumulate={{c.batch.accumulate}}, because a pass overwrites gradients", _ONE_OF_THEM),
-    (lambda c: c.parallel == "stages" and (c.model.freeze or c.augment.first_size),
-     "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors of one"
-     " shape and all of them are trained", "leave the option out"),
-    (lambda c: c.parallel in ("fsdp", "stages") and c.optimizer.name in ("lamb", "muon"),
-     "optimizer.name={c.optimizer.name} needs whole weights and does not support parallel={c.parallel}",
-     "use adamw, or parallel=ddp"),
-    (lambda c: c.parallel in ("fsdp", "stages") and c.train.precision == "fp16",
-     "parallel={c.parallel} does not support train.precision=fp16, because not every process sees a gradient that"
-     " overflows", "use bf16 or fp32"),
     (lambda c: c.model.freeze and not c.model.init, "model.freeze={c.model.freeze} would keep random weights",
      "set model.init to pretrained weights"),
     (lambda c: c.track.required and c.track.uri == "none", "track.required=true needs a tracking server",
      "set track.uri, or leave track.required out"),
+    (lambda c: c.train.compile == "reduce-overhead"
+     and (c.augment.first_size not in (None, c.augment.size) or c.batch.accumulate > 1),
+     "train.compile=reduce-overhead records CUDA graphs, which have one image size and one pass per update",
+     "leave it, or augment.first_size and batch.accumulate, out"),
+    # strategies
+    (lambda c: c.run.exact and c.parallel != "ddp",
+     "run.exact=true needs plain DDP, not parallel={c.parallel}", _ONE_OF_THEM),
+    (lambda c: c.not_plain_ddp and c.plain_ddp_only,
+     "{c.plain_ddp_only} needs plain DDP, not {c.not_plain_ddp}", _ONE_OF_THEM),
+    (lambda c: c.train.precision == "fp16" and (c.run.exact or c.parallel in ("fsdp", "stages")),
+     "{c.not_plain_ddp} does not support train.precision=fp16, whose scaled gradients have no fixed range",
+     "use bf16 or fp32"),
+    (lambda c: c.parallel == "stages" and (c.model.freeze or c.augment.first_size),
+     "parallel=stages does not support model.freeze or augment.first_size", "leave the option out"),
+    (lambda c: c.parallel in ("fsdp", "stages") and c.optimizer.name in ("lamb", "muon"),
+     "optimizer.name={c.optimizer.name} needs whole weights and does not support parallel={c.parallel}",
+     "use adamw, or parallel=ddp"),
 )  # fmt: skip
 """Settings that do not go together: when, what is wrong, and what to do. c: the configuration."""
 
 MAY_CHANGE_ON_RESUME = (
     "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache",
-    "data.cache_gib", "data.workers", "data.prefetch", "data.max_bad", "train.max_steps", "train.epochs", "checkpoint",
-    "profile", "track",
+    "data.cache_gib", "data.workers", "data.prefetch", "data.max_bad", "train.max_steps", "train.epochs",
+    "checkpoint", "profile", "track",
 )  # fmt: skip
 """Keys, and sections with all their keys, that may differ between a run and its resumption.
 

@@ -38,20 +38,14 @@ def _normalise_path(text: str) -> str:
 
 def expand_home(uri: str) -> str:
     """Expand `~` in sqlite:///~/FILE; return any other URI as it is."""
-    match = re.fullmatch(r"(sqlite(?:\+\w+)?:///)(~.*)", uri, re.DOTALL)
-    return match[1] + os.path.expanduser(match[2]) if match else uri
+    scheme, slashes, path = uri.partition(":///")
+    return scheme + slashes + os.path.expanduser(path) if scheme.startswith("sqlite") else uri
 
 
 def split_range(value: object) -> object:
     """Split `20-24` into two numbers; return any other value as it is."""
     match = re.fullmatch(r"(\d{1,12})-(\d{1,12})", value, re.ASCII) if isinstance(value, str) else None
     return match.groups() if match else value
-
-
-def _check_model_name(name: str) -> str:
-    if len(name) > 250 or re.search(r"@(latest|v\d+)$", name, re.IGNORECASE):
-        raise ValueError("not a name for MLflow")
-    return name
 
 
 Argument = bool | int | float | str | None
@@ -100,12 +94,14 @@ DurationField = Annotated[
     Duration,
     BeforeValidator(Duration.parse),
     PlainSerializer(str),
-    WithJsonSchema({"type": "string", "format": "duration"}),
+    WithJsonSchema({"allowed": "a duration such as '10 epochs', '500 steps' or '5 %'"}),
 ]
 Interval = Annotated[
-    DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})
+    DurationField,
+    AfterValidator(_positive),  # 0 is ambiguous: never, or always
+    WithJsonSchema({"allowed": "a duration above 0 such as '10 epochs', '500 steps' or '5 %'"}),
 ]
-"""A duration after which something is repeated. Must be greater than 0: 0 is ambiguous."""
+"""A duration after which something is repeated."""
 
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A string without control characters: a NUL in a path raises ValueError in any function that uses
@@ -128,9 +124,14 @@ def _allowed(words: str, **bounds: Any) -> Any:
     return Field(**bounds, json_schema_extra={"allowed": words})
 
 
+def _check_model_name(name: str) -> str:
+    if len(name) > 250 or re.search(r"@(latest|v\d+)$", name, re.IGNORECASE):
+        raise ValueError("not a name for MLflow")
+    return name
+
+
 _MODEL_NAME = (
-    "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow keeps the aliases latest and "
-    "v1, v2, … for itself)"
+    "NAME or NAME@ALIAS (letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
 )
 ModelName = Annotated[
     str, _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"), AfterValidator(_check_model_name)

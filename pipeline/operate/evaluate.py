@@ -4,7 +4,6 @@ from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
-from pipeline.errors import shorten
 from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
 from pipeline.planning import divide_resources
@@ -13,8 +12,6 @@ from pipeline.train.ending import done_line
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.join import broadcast_source, join
 from pipeline.world import World
-
-_SHOWN_RECALLS = 10
 
 
 def run_evaluation(config: Config, world: World, contents: dict[str, Any], source: Source | None) -> str:
@@ -27,15 +24,8 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
     terminal.log_bad_images(result.bad_images)
-    terminal.log(f"validation: {result.evaluation.line}")
-    recalls = result.predictions.lowest_recalls(len(source.classes), _SHOWN_RECALLS)
-    shown = [f"{shorten(source.classes[label], 24)} {correct}/{images}" for label, correct, images in recalls]
-    count, balanced = (
-        result.predictions.classes_with_images,
-        result.evaluation.describe_balanced(len(source.classes)),
-    )
-    part = f"the lowest of {count:,} classes" if len(shown) < count else "each class"
-    terminal.log(f"{balanced}, recall of {part}: {', '.join(shown)}")
+    balanced = result.evaluation.describe_balanced(len(source.classes))
+    terminal.log(f"validation: {result.evaluation.line}, {balanced}")
     if result.evaluation.warning:
         terminal.log(result.evaluation.warning)
     group.shutdown()

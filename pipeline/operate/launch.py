@@ -40,13 +40,12 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     here = _read_world(nproc)
     folder = RunFolder(config.run_dir)
     if nproc and nproc > 1:
-        if (
-            not config.checkpoint.mirror
-        ):  # with one, rank 0 checks, once it has restored what the run has there
+        if not config.checkpoint.mirror:  # else rank 0 checks, once it has restored what the run has there
             check_request(config, here.resized(nproc), folder)
         folder.hold()  # if another process holds the folder, fail now and name it
         folder.release()  # rank 0 takes the lock
-        start, advice = last_event(folder.journal, "started"), f"{config.same_command} resumes the run"
+        start = last_event(folder.journal, "started")
+        advice = f"{config.same_command} resumes the run"
         try:
             return start_processes(nproc, ["train", recipe, *overrides], stop, advice)
         except EarlyStopError:
@@ -147,8 +146,6 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
 def _read_world(nproc: int | None) -> World:
     """Return this process's place in the job. Raises RequestError for --nproc under a launcher."""
     if nproc is not None and world.is_launched():
-        raise RequestError(
-            f"--nproc {nproc} with RANK and WORLD_SIZE in the environment: unset them, or leave --nproc out: give"
-            " --nproc, or start with torchrun, not both"
-        )
+        problem = f"--nproc {nproc} with RANK and WORLD_SIZE in the environment"
+        raise RequestError(problem, "give --nproc, or start with torchrun, not both")
     return world.from_environment()

@@ -55,7 +55,7 @@ def start_processes(
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
             logs_specs=DefaultLogsSpecs(reports),  # torch would not remove its own folder
-            signals_to_handle="",  # it would take SIGHUP if that is ignored, and kill the ranks at a second signal
+            signals_to_handle="",  # it takes SIGHUP even if ignored, and kills ranks at a second signal
         )  # fmt: skip
         try:
             with stop.raise_on_signal(supervision.signal_children):
@@ -72,20 +72,16 @@ def _exit_code(failure: "ChildFailedError", advice: str) -> int:
     rank, first = failure.get_first_failure()
     if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
         return first.exitcode
-    details = first.error_file_data.get(
-        "message"
-    )  # a dict if the rank wrote it (supervision.report_to_agent)
-    reported = details["message"] if isinstance(details, dict) else None
+    details = first.error_file_data.get("message")
+    reported = details["message"] if isinstance(details, dict) else None  # by `supervision.report_to_agent`
     # Stopped before its first step (see StopRequest). A rank that left a report had failed before
     # the agent stopped it.
     if -first.exitcode in SIGNALS and reported is None:
         print(f"pipeline: {EarlyStopError()}", file=sys.stderr)
         return TemporaryError.code
-    end = (
-        f"was killed by signal {-first.exitcode}"
-        if first.exitcode < 0
-        else f"exited with code {first.exitcode}"
-    )
-    reason = f"rank {rank} {end}" if reported is None else reported
+    end = f"exited with code {first.exitcode}"
+    if first.exitcode < 0:
+        end = f"was killed by signal {-first.exitcode}"
+    reason = reported or f"rank {rank} {end}"
     print(f"pipeline: {reason}; the other ranks were stopped, {advice}", file=sys.stderr)
     return errors.CRASH

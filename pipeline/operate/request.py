@@ -29,9 +29,7 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     folder.check_writable()
     is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
-        raise RequestError(
-            f"run.dir={config.run_dir} is data.root, the folder of the images", "give another folder"
-        )
+        raise RequestError(f"run.dir={config.run_dir} is data.root, too", "give another folder")
     uri = part("tracking uri")(config, folder)
     if config.track.required:
         part("check tracker's database")(uri)
@@ -61,9 +59,8 @@ def check_device(config: Config, here: World) -> str:
     needs_fixed_order = has_sums_on_gpus and config.run.deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
         raise RequestError(
-            f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
-            " order",
-            f"unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}",
+            f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true",
+            f"unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}, whose sums have a fixed order",
         )
     return f"run.device={config.run.device}"
 

@@ -20,8 +20,7 @@ def check_launch_has_id(config: Config) -> None:
     """Raise RequestError if a restart of this job could not be told from a later job."""
     if _applies_once(config) and supervision.launch_id() == supervision.NO_LAUNCH_ID:
         raise RequestError(
-            f"run.resume={config.run.resume} would apply again whenever torchrun restarts the ranks of a job without"
-            " an id",
+            f"run.resume={config.run.resume} would apply again at each restart of a job without an id",
             "name this job with torchrun's --rdzv-id NAME, or leave run.resume out",
         )
 
@@ -51,7 +50,7 @@ def config_after_restart(config: Config) -> Config:
         resume = next((str(path) for path in places if path.exists()), named)
     make_terminal(is_main=True).log(
         f"an earlier start of job {supervision.launch_id()} applied run.resume={named}: continuing with"
-        f" run.resume={resume} (another torchrun --rdzv-id applies it again)"
+        f" run.resume={resume}"
     )
     return config.replacing("run", resume=resume)
 

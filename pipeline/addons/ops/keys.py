@@ -85,15 +85,12 @@ def all_keys() -> dict[str, tuple[dict[str, Any], Any]]:
 def _allowed(schema: dict[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
     match schema:
-        case {"allowed": words}:  # of a field with its own pattern
+        case {"allowed": words}:
             return str(words)
         case {"anyOf": options}:
             return ", or ".join(map(_allowed, options))
         case {"enum": words}:
             return " | ".join(words)
-        case {"format": kind}:
-            above = " above 0" if kind == "interval" else ""
-            return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
         case {"prefixItems": items}:
             return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
     names = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "auto | none"}

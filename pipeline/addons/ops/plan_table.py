@@ -48,7 +48,6 @@ def rows(plan: Plan) -> dict[str, str]:
         "images": f"{plan.image_size} px{growth}{repeats}; {plan.eval_size} px in validation",
         "compiled": ("yes: " if plan.compiles else "no: ") + plan.compile_reason,
         "portable": ("yes: " if plan.is_portable else "no: ") + plan.portable_reason,
-        "precision": plan.precision_note,
         "learning rate": f"{plan.peak_lr:.6g} = {plan.peak_lr * 256 / plan.global_batch:.6g} ×"
         f" {plan.global_batch} / 256 (optimizer.lr is for 256 images), {plan.schedule}{warmup}",
         "validation": f"every {plan.evaluate_every:,} steps, {math.ceil(plan.val_images / plan.eval_batch):,}"
@@ -59,8 +58,6 @@ def rows(plan: Plan) -> dict[str, str]:
         del rows["stages"]
     if not plan.portable_reason:
         del rows["portable"]
-    if not plan.precision_note:
-        del rows["precision"]
     return rows
 
 
