@@ -146,14 +146,9 @@ class ImageSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Resources, BatchSizes, Schedule, ImageSizes):
+class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     """The sizes, steps and rates of a training run."""
 
-    train_images: int
-    val_images: int
-    num_classes: int
-    notes: str = ""
-    """See DataSize."""
     balance: str = "none"
     """See data.balance."""
     compiles: bool

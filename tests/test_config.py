@@ -156,7 +156,7 @@ def test_invalid_yaml_is_refused_in_one_line(recipe: Callable[[str | bytes], Pat
         "batch: &a {global: 8}\ntrain: *a": "line 2 is not valid YAML: an alias (*name)",
         "? [a, b]\n: c": "line 1 is not valid YAML", 'run: {dir: "a\\0b"}': "run.dir=a\\x00b is not allowed",
         '"\\ud800": 1': "there is no key '\\ud800'", 'a: "\\UFFFFFFFF"': "is not valid YAML",
-        "[" * 5000: "is not valid YAML", "a: " + "b" * 70_000: "larger than 64 KiB", b"\xff\xfe\x00": "is not UTF-8",
+        "[" * 5000: "is not valid YAML", "a: " + "b" * 70_000: "up to 64 KiB", b"\xff\xfe\x00": "not UTF-8 text",
         b"a: \x00": "is not valid YAML: unacceptable character", "": "data.root is missing",
         "data: {source: digits}\nmodel: resnet18\n": "model.arch, model.args, ",
     }  # fmt: skip

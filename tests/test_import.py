@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import quick
 from scipy.io import savemat
 from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
@@ -170,18 +169,16 @@ def test_a_fetched_archive_cannot_write_outside_its_folder(
 
 def make_cifar10(archive: Path, labels: bytes) -> list[bytes]:
     """Write an archive like CIFAR-10's, with these labels in each file. Return the pixels."""
-    rng = np.random.default_rng(0)
-    pixels = []
+    pixels = np.random.default_rng(0).integers(0, 256, (6, len(labels), 3072), np.uint8)
+    names = ["test_batch", *(f"data_batch_{number}" for number in range(1, 6))]
     with tarfile.open(archive, "w:gz") as file:
         add(file, "cifar-10-batches-bin/../../outside.bin", b"")
-        for name in ["test_batch", *(f"data_batch_{number}" for number in range(1, 6))]:
-            images = rng.integers(0, 256, (len(labels), 3072), np.uint8)
-            pixels += [image.tobytes() for image in images]
+        for name, images in zip(names, pixels, strict=True):
             records = b"".join(
                 bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True)
             )
             add(file, f"cifar-10-batches-bin/{name}.bin", records)
-    return pixels
+    return [image.tobytes() for image in pixels.reshape(-1, 3072)]
 
 
 def test_cifar10_is_fetched_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,16 +196,3 @@ def test_cifar10_is_fetched_without_loss(tmp_path: Path, monkeypatch: pytest.Mon
     assert [decode(path.read_bytes()).numpy().tobytes() for path in files] == pixels
     assert [path.parent.name for path in files[:2]] == ["airplane", "automobile"]
     assert not list(tmp_path.rglob("outside*"))
-
-
-def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:
-    fetched = tmp_path / ".imagenette.download/imagenette2"
-    for split in ("train", "val"):
-        for wnid in CLASSES:
-            (fetched / split / wnid).mkdir(parents=True)
-            (fetched / split / wnid / f"{wnid}_1.JPEG").write_bytes(image_file(1))
-    out = tmp_path / "imagenette"
-    assert get("imagenette", out) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
-    assert not (tmp_path / ".imagenette.download").exists()
-    second = quick("data", "get", "imagenette", str(out))
-    assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")

@@ -14,7 +14,7 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 """A locale whose encoding is ASCII: Python would else choose UTF-8."""
 
 
-def test_a_run_in_an_ascii_locale_is_sent_to_mlflow(place: Place) -> None:
+def test_a_run_in_an_ascii_locale_is_sent_to_mlflow_and_its_result_printed(place: Place) -> None:
     (place.path / "recipe.yaml").write_text(
         "recipe: größe\ntrack: {experiment: Größe – 日本}\n", encoding="utf-8"
     )
@@ -30,6 +30,10 @@ def test_a_run_in_an_ascii_locale_is_sent_to_mlflow(place: Place) -> None:
     experiment = client.get_experiment_by_name("Größe – 日本")
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.data.params["recipe"]) == ("FINISHED", "größe")
+    shutil.copytree(place.path / "images/val", place.path / "日本")
+    shown = pipeline("predict", "runs/ascii", "日本", cwd=place.path, PYTHONIOENCODING="ascii")
+    assert shown.code == 0, shown.err
+    assert [line[:13] for line in shown.out.splitlines()] == [r"\u65e5\u672c/"] * 4
 
 
 @pytest.mark.usefixtures("jpegtran")
@@ -51,7 +55,7 @@ def test_names_that_are_not_utf_8(place: Place) -> None:
         ("predict", f"{odd}/runs/new", f"{odd}/val", "--json"), ("data", "check", str(odd), "--write-sums"),
         ("data", "pack", f"{odd}", f"{place.path}/pack"),
     ):  # fmt: skip
-        result = quick(*command, cwd=place.path, PYTHONIOENCODING="ascii")
+        result = quick(*command, cwd=place.path)
         assert result.code == 0, (command, result.err)
         assert all(character.isprintable() or character == "\n" for character in result.out), command
     words = ("train", "digits", *SMALL, "data.root=.", "run.dir=runs/other", "track.uri=auto")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from torch.nn import functional
 
 from pipeline.addons.models import zoo
 from pipeline.config.load import RECIPES, from_yaml, load
@@ -41,8 +40,10 @@ RATES = {
 """Peak learning rates of the sources, for the global batch."""
 
 
-def test_every_recipe_is_in_this_file() -> None:
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == RUNS.keys()
+def test_every_recipe_is_in_this_file_and_in_the_documentation() -> None:
+    names = {path.stem for path in RECIPES.glob("*.yaml")}
+    page = (Path(__file__).parents[1] / "docs/getting-started.md").read_text()
+    assert names == RUNS.keys() == set(re.findall(r"^\| `([\w-]+)`", page, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -104,10 +105,3 @@ def test_the_networks_for_small_images_keep_their_resolution() -> None:
         model = network()
         assert model(images).shape == (2, 10)
         assert count(model) == parameters
-
-
-def test_the_whitening_filters_are_orthogonal_and_come_with_their_negatives() -> None:
-    filters = zoo.airbench94().state_dict()["whitening.filters"].flatten(1)
-    assert torch.equal(filters[:12], -filters[12:])
-    products = functional.normalize(filters[:12], dim=1) @ functional.normalize(filters[:12], dim=1).T
-    assert torch.allclose(products, torch.eye(12), atol=1e-6)

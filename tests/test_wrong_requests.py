@@ -36,11 +36,9 @@ FOLDERS = {
 # A request, and the flag, key, value or path that its line names. Exit code 2.
 WRONG = """
 train | RECIPE
-train nosuch | nosuch
 train digits train.epochs 3 | 'train.epochs' is not key=value
 train digits --epochs=3 | --epochs
 train digits --quite | --quiet
-train digits --nproc=0 | --nproc
 train digits --nproc 2 --numa-binding node | torchrun
 train digits batch.global=2000 | batch.global
 train digits batch.global=97 batch.accumulate=2 | 96 or 98
@@ -49,7 +47,6 @@ train digits profile.steps=9-5 | profile.steps=[9, 5]
 train digits schedule.warmup=5 | schedule.warmup=5
 train digits run.resume=alwyas | run.resume=alwyas
 train digits run.dir=/proc/x | run.dir=/proc/x
-train digits run.dir=notes.txt | notes.txt
 train digits model.arch=resnet19 | resnet18
 train digits model.init=nosuch | model.init=nosuch
 train digits model.init=models:/x | runs/mlflow.db
@@ -62,7 +59,6 @@ train digits run.exact=true train.precision=fp16 | train.precision=fp16
 train digits run.exact=true parallel=fsdp | parallel=fsdp
 train digits parallel=stages stages.count=3 | stages.count=3
 train digits parallel=dataparallel --nproc 2 | parallel=dataparallel
-train digits checkpoint.mirror=gs://bucket | checkpoint.mirror
 train digits augment.mixup=0.2 batch.global=5 | an even number
 train digits model.arch=alexnet augment.size=32 | augment.size
 train digits run.dir=runs/done train.epochs=1 | train.epochs: 12 -> 1
@@ -83,7 +79,6 @@ train odd.yaml --nproc 2 | 6 or 8
 plan digits --world=7 | 91 or 98
 plan digits --world 4 --nodes 2 batch.global=6 | 4 or 8
 doctor digits --world=two | --world
-evaluate | RUN_DIR|CHECKPOINT
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
 predict runs/done photos nosuch.jpg | nosuch.jpg
@@ -99,7 +94,6 @@ trian digits | 'trian'
 data make cats | 'cats'
 data import imagenet photos out --pack zip | zip
 data import imagenet photos out | ILSVRC2012_img_train.tar
-data pack photos | OUT
 data pack photos out --val-split=1 | --val-split
 data pack packed out | packed
 data check differ --json | c in val/ only
@@ -107,19 +101,18 @@ rehearse digits --nodes 2 --kill 9@3 | --nodes 2
 rehearse digits --nodes 2 run.resume=never | run.resume=never
 k8s render --nodes=7 | 91 or 98
 k8s render --namespace=a.b | --namespace
-k8s render --memory=4G | --memory
 k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
 k8s render --cpu --gpus 2 | --cpu
 k8s render --gang native | --queue
 k8s render --topology zone | kustomization
-k8s render --example mlflow-shared --mlflow-auth | --mlflow-auth
 k8s render digits checkpoint.mirror=s3://bucket/run | --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data pack data/imagenet s3://bucket/data'
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio.NAMESPACE.svc:9000
-k8s render digits run.dir=/runs/x --nodes 4 | run.dir
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE='x'
+RANK=8 WORLD_SIZE=8 train digits | contradict
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 train digits | contradict
 RANK=0 WORLD_SIZE=2 train digits | no address of rank 0
 WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK is not set
 PET_NNODES=0 doctor digits | PET_NNODES='0'

@@ -7,7 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from pipeline.errors import RequestError, nearest
 from pipeline.lazy import part
@@ -32,10 +32,14 @@ A command's name may have two words.
 TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 _KEYS_HELP = "'pipeline train --help' lists the keys"
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""The commands of one level, as `add_subparsers` returns them."""
 Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 """Runs a command; returns its result, or its exit code if it has printed the result itself."""
+
+
+class Commands(Protocol):
+    """The commands of one level, as argparse's `add_subparsers` returns them."""
+
+    def add_parser(self, name: str, **options: Any) -> "Parser": ...
 
 
 class Parser(argparse.ArgumentParser):

@@ -20,6 +20,7 @@ from pipeline.config.credentials import show
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, nearest
+from pipeline.files import read_limited
 from pipeline.lazy import part
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -173,16 +174,12 @@ def _give_a_recipe(name: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_YAML_BYTES + 1)
-        if len(raw) > MAX_YAML_BYTES:
-            raise RequestError(f"{path} is larger than 64 KiB", "give the YAML file of a recipe")
-        return raw.decode()
+        return read_limited(path, MAX_YAML_BYTES).decode()
     except OSError as error:
         problem = f"recipe {path} cannot be read: {error.strerror}"
         raise RequestError(problem, _give_a_recipe(path.stem)) from None
-    except UnicodeDecodeError:
-        raise RequestError(f"recipe {path} is not UTF-8 text", "give a YAML file") from None
+    except ValueError:
+        raise RequestError(f"recipe {path} is not UTF-8 text of up to 64 KiB", "give a YAML file") from None
 
 
 class NoAliases(yaml.parser.Parser, yaml.composer.Composer):

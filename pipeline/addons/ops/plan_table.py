@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pipeline.addons.shard.plan import fsdp_slices
 from pipeline.config.schema import Config
 from pipeline.errors import count_of, mib
-from pipeline.plan import DataSize, Plan, Resources
+from pipeline.plan import Plan, Resources
 
 _MAX_BALANCE_ROWS = 20
 
@@ -33,7 +33,7 @@ def rows(plan: Plan) -> dict[str, str]:
     repeats = f", {plan.repeats} views of each in a batch" if plan.repeats > 1 else ""
     warmup = f", {plan.warmup_steps:,} steps of warm-up" if plan.warmup_steps else ""
     rows = {
-        "data": DataSize(plan.train_images, plan.val_images, plan.num_classes, plan.notes).describe(),
+        "data": plan.describe(),
         "world": f"{count_of(plan.world, 'process', 'es')} on {count_of(nodes, 'node')},"
         f" {count_of(plan.threads, 'thread')} each",
         "batch": f"{plan.global_batch} = {plan.world} × {plan.accumulate} × {plan.micro_batch}"
