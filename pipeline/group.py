@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.schema import Config
+from pipeline.config.interface import Settings
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.supervision import launch_id
 from pipeline.world import ALONE, World
@@ -214,7 +214,7 @@ def is_peer_failure(error: Exception) -> bool:
     )
 
 
-def start(config: Config, world: World, device: torch.device) -> Group:
+def start(config: Settings, world: World, device: torch.device) -> Group:
     """Join and return the process group.
 
     Raises TemporaryError if a peer does not come, RequestError if two processes have the same GPU.

@@ -107,7 +107,7 @@ def _shards_per_process(config: Config, world: int) -> int:
         )
     if config.batch.accumulate > shards // world:
         raise RequestError(
-            f"batch.accumulate={config.batch.accumulate} is more than the {shards // world} exact.shards of a process",
+            f"batch.accumulate={config.batch.accumulate} is more than the {shards // world} shards of a process",
             "raise exact.shards",
         )
     return shards // world
@@ -162,8 +162,8 @@ def _schedule(config: Config, data: DataSize, passes: int) -> Schedule:
     warmup, cooldown = steps(options.warmup), steps(options.cooldown)
     if warmup + cooldown > total:
         raise RequestError(
-            f"schedule.warmup={options.warmup} and schedule.cooldown={options.cooldown} are together longer than"
-            f" the whole training of {total:,} steps ({config.train.epochs} epochs)",
+            f"schedule.warmup={options.warmup} and schedule.cooldown={options.cooldown} are together"
+            f" longer than the whole training of {total:,} steps ({config.train.epochs} epochs)",
             "make it shorter",
         )
     return Schedule(

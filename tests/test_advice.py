@@ -133,11 +133,11 @@ class Advice:
 RESUME = "run.dir=runs/done train.max_steps=2"  # resumes the existing run
 ROWS = [
     Advice(2, "train.epoch=3", "did you mean train.epochs?", "train.epochs=3"),
-    Advice(2, "batch.global=9 batch.accumulate=2", "that works is 8 or 10", "batch.global=10 batch.accumulate=2"),
+    Advice(2, "batch.global=9 batch.accumulate=2", "works is 8 or 10", "batch.global=10 batch.accumulate=2"),
     Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8",
            "run.exact=true exact.shards=4"),
-    Advice(2, "model.freeze=backbone", "set model.init to pretrained weights", f"model.freeze=backbone {TUNE}"),
-    Advice(2, f"{TUNE} model.arch=resnet18", "set model.arch to its own", f"{TUNE} model.arch=shufflenet_v2_x0_5"),
+    Advice(2, "model.freeze=backbone", "set model.init to pretrained", f"model.freeze=backbone {TUNE}"),
+    Advice(2, f"{TUNE} model.arch=resnet18", "model.arch to its own", f"{TUNE} model.arch=shufflenet_v2_x0_5"),
     Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size",
            "model.arch=squeezenet1_1 augment.size=32"),
     Advice(2, "run.device=cuda", "use run.device=cpu", "run.device=cpu"),
@@ -159,8 +159,10 @@ ROWS = [
     Advice(4, RESUME, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done",
            repair_images, corrupt_images),
     Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
-    Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=damage_checkpoints),
-    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
+    Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never",
+           before=damage_checkpoints),
+    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}",
+           stop_holder, start_holder),
 ]  # fmt: skip
 
 

@@ -127,7 +127,8 @@ def test_best_takes_the_best_checkpoint_in_place_of_the_last(
     # the learning rate is too high: the best checkpoint is not the last
     run = Job(
         tmp_path / "run",
-        ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "optimizer.lr=2", "evaluate.every=4 steps",
+        ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "optimizer.lr=2",
+         "evaluate.every=4 steps",
          "checkpoint.keep=1", "train.max_steps=12"],
     )  # fmt: skip
     assert run.run().code == 0

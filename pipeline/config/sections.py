@@ -46,13 +46,13 @@ class Run(Section):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of the initial weights, the sample order, the augmentation and dropout."""
     deterministic: bool = False
-    """Give bit-identical weights from run to run and across a resume. Uses slower kernels on a GPU,
-    and one thread per process unless run.threads is set."""
+    """Give bit-identical weights from run to run and across a resume. Slower on a GPU; one thread
+    per process unless run.threads is set."""
     exact: bool = False
     """Give bit-identical weights at any number of processes. Implies run.deterministic; slower."""
     portable: OrNone[bool] = None
-    """true: give bit-identical weights on every model of x86-64 CPU with AVX2. On a GPU, this holds
-    for the initial weights and the pixels only. auto: true with run.deterministic or run.exact."""
+    """true: give bit-identical weights on every x86-64 CPU with AVX2 (on a GPU: initial weights and
+    pixels only). auto: true with run.deterministic or run.exact."""
     resume: Annotated[Place, read_as("auto", *UNSET)] = "auto"
     """auto: resume from the newest checkpoint in run.dir that verifies; never: start from step 0
     and set aside what is in run.dir; a path: resume from that checkpoint."""
@@ -61,15 +61,14 @@ class Run(Section):
     trace: bool = False
     """Write trace.jsonl: for each step the sample ids and a SHA-256 of the batch's pixels."""
     threads: OrNone[Annotated[int, Field(ge=1, le=1024)]] = None
-    """Intra-op threads per process. auto: the available CPUs divided by the processes on the
-    machine; 1 in deterministic mode."""
+    """Intra-op threads per process. auto: 1 in deterministic mode, else the CPUs are divided."""
     watch: Annotated[
         OrNone[Interval],
         PlainSerializer(lambda interval: str(interval or "none")),
         read_as(Duration(100, "steps"), *UNSET),
     ] = Duration(100, "steps")
-    """Interval at which the processes compare their weights, in addition to before each evaluation
-    and save. If they differ, the run ends and names the rank. none: never compare."""
+    """Interval at which the processes compare their weights, also before each evaluation and save.
+    If they differ, the run ends and names the rank. none: never compare."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
     """Seconds that a process waits for the others in a collective before it fails. If the data is
     out of reach, the run waits half as long for it."""
@@ -88,13 +87,11 @@ class Data(Section):
     cache_gib: Annotated[float, Field(gt=0, le=1 << 20)] = 100
     """With data.cache: GiB that it may fill. A larger pack is kept in part."""
     workers: OrNone[Annotated[int, Field(ge=0, le=1024)]] = None
-    """Loader processes per node, divided among its training processes and rounded up. auto: one per
-    available CPU."""
+    """Loader processes per node, divided among its processes and rounded up. auto: one per CPU."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
     """Batches that each loader process prepares ahead."""
     val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """If data.root has no val/: share of the images for validation, chosen by a hash of each file's
-    name."""
+    """If data.root has no val/: share of the images for validation, by a hash of their names."""
     split_by: Literal["class", "file"] = "class"
     """If data.root has no val/: class: data.val_split is the share of each class; one image of it
     stays in training, and from three images on one goes to validation. file: the share of all
@@ -147,11 +144,10 @@ class Augment(Section):
     erase: Fraction = 0.0
     """Probability of random erasing: a rectangle is filled with the mean colour."""
     mixup: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Mixup of pairs of images: alpha of the Beta(alpha, alpha) that the mixing weight is drawn
-    from. 0: off."""
+    """Mixup: alpha of the Beta(alpha, alpha) that the weight of a pair is drawn from. 0: off."""
     cutmix: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Cutmix of pairs of images: alpha of the Beta(alpha, alpha) that the share of the pasted
-    rectangle is drawn from. 0: off. If mixup is on, too, one of the two is drawn for each pair."""
+    """Cutmix: alpha of the Beta(alpha, alpha) that the share of the pasted rectangle is drawn from.
+    0: off. If mixup is on, too, one of the two is drawn for each pair."""
 
 
 class Model(Section):
@@ -159,8 +155,7 @@ class Model(Section):
     """Name of a torchvision classification model; timm/NAME, a model of timm; or
     package.module:function, a function of your own that returns the model for num_classes."""
     args: Arguments = {}
-    """More keyword arguments of the model, each as model.args.NAME=VALUE, such as
-    model.args.drop_path_rate=0.1."""
+    """More keyword arguments of the model, such as model.args.drop_path_rate=0.1."""
     init: OrNone[Place] = None
     """Initial weights: torchvision's pretrained weights by name (DEFAULT, IMAGENET1K_V2), a run's
     folder or checkpoint, a state dict (.safetensors, .pt, .pth), or a model in MLflow
@@ -182,14 +177,12 @@ class Batch(Section):
     global_: Annotated[int, Field(alias="global", ge=1, le=1 << 24)] = 256
     """Images per update, over all processes and accumulation steps."""
     accumulate: Annotated[int, Field(ge=1, le=1 << 16)] = 1
-    """Gradient accumulation: forward and backward passes per update. Gradients are exchanged once,
-    in the last pass."""
+    """Gradient accumulation: passes per update. Gradients are exchanged once, in the last pass."""
 
 
 class Exact(Section):
     shards: Annotated[int, Field(ge=1, le=1 << 16)] = 16
-    """With run.exact: number of equal parts of each global batch. The number of processes must
-    divide it."""
+    """With run.exact: equal parts of each global batch, which the processes share evenly."""
     fraction_bits: Annotated[int, Field(ge=24, le=52)] = 44
     """With run.exact: gradients are summed in units of 2^-fraction_bits. The largest gradient
     allowed in a shard is 2^(62 - fraction_bits) / shards."""
@@ -197,8 +190,8 @@ class Exact(Section):
 
 class FSDP(Section):
     shard: Literal["all", "node"] = "all"
-    """With parallel=fsdp: the processes among which a copy of the weights is divided. all: all of
-    them; node: those of one machine, so that none is gathered over the network (HSDP)."""
+    """With parallel=fsdp: a copy of the weights is divided among all processes, or among those of
+    one machine (node), so that none is gathered over the network (HSDP)."""
 
 
 class Stages(Section):
@@ -209,8 +202,8 @@ class Stages(Section):
     """With parallel=stages: number of micro-batches in a pass of a copy. Batch norm sees one
     micro-batch at a time. auto: at most two per stage."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """With parallel=stages: pipeline schedule. 1f1b starts the backward pass of a micro-batch as
-    early as possible and needs less memory; gpipe runs all forward passes first."""
+    """With parallel=stages: 1f1b starts the backward pass of a micro-batch as early as possible and
+    needs less memory; gpipe runs all forward passes first."""
 
 
 class Optimizer(Section):
@@ -270,8 +263,7 @@ class Train(Section):
     label_smoothing: BelowOne = 0.0
     """Share of the target that is spread over all classes."""
     clip: OrNone[Annotated[float, Field(gt=0, le=1e9)]] = None
-    """Largest norm of the gradient over all weights; a larger one is scaled down to it. none: do
-    not clip."""
+    """Largest norm of the whole gradient; a larger one is scaled down. none: do not clip."""
     ema: OrNone[Annotated[float, Field(gt=0, lt=1)]] = None
     """Decay per step of an exponential moving average of the weights, such as 0.9999. The average
     is then what is evaluated and exported. none: no EMA."""
@@ -283,13 +275,12 @@ class Evaluate(Section):
     batch: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Images per forward pass. The batches are the same at any world size."""
     resize: OrNone[Annotated[int, Field(ge=8, le=4096)]] = None
-    """Length of the shorter side before the centre crop, in pixels. auto: 8/7 of evaluate.size (256
-    for 224)."""
+    """Shorter side before the centre crop, in pixels. auto: 8/7 of evaluate.size (256 for 224)."""
     size: OrNone[Pixels] = None
     """Side of the centre crop, in pixels. auto: augment.size."""
     flip: bool = False
-    """Average the logits of each image and of its mirror image. val/top1_plain is the top-1 without
-    mirror images. Only validation does this, not predict and export."""
+    """In validation, average the logits of each image and of its mirror image (val/top1_plain: the
+    top-1 without mirror images)."""
 
 
 class Checkpoint(Section):
@@ -306,8 +297,8 @@ class Profile(Section):
     steps: Annotated[
         tuple[Count, Count] | None, BeforeValidator(split_range), Absent, Field(examples=[[20, 24]])
     ] = None
-    """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
-    written to report/ in the run's folder. none: do not profile."""
+    """First and last step that torch.profiler records on rank 0 in report/: [20, 24] or 20-24.
+    none: do not profile."""
 
 
 class Track(Section):
@@ -334,5 +325,4 @@ class Track(Section):
     report: bool = True
     """Keep the predictions of each evaluation in report/data, and draw report/ at the end."""
     register_: Annotated[OrNone[ModelName], Field(alias="register")] = None
-    """NAME or NAME@ALIAS under which the best model is registered in MLflow when the run is done.
-    none: do not register it."""
+    """NAME or NAME@ALIAS under which MLflow registers a finished run's best model. none: off."""

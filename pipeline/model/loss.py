@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.config.sections import Train
+from pipeline.config.interface import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Targets:
     """[B] float32 in 0..1: the weight of an image's own label; its partner's label has the rest."""
 
 
-def classification_loss(logits: Tensor, targets: Targets, options: Train) -> Tensor:
+def classification_loss(logits: Tensor, targets: Targets, options: TrainSettings) -> Tensor:
     """Return the mean loss of a pass, as a tensor of shape []. logits: [B, classes].
 
     The loss of a mixed image is the weighted mean of its loss against its own label and its loss
@@ -35,7 +35,7 @@ def classification_loss(logits: Tensor, targets: Targets, options: Train) -> Ten
     return loss.mean()
 
 
-def _loss_per_image(logits: Tensor, labels: Tensor, options: Train) -> Tensor:
+def _loss_per_image(logits: Tensor, labels: Tensor, options: TrainSettings) -> Tensor:
     """Return the loss of each image, [B]. labels: [B] int64.
 
     ce: cross-entropy. bce: one binary cross-entropy per class, summed over the classes, as in

@@ -53,7 +53,8 @@ def start_processes(
     os.environ[LAUNCHER_REPORTS] = "1"
     with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
+            min_nodes=1, max_nodes=1, nproc_per_node=nproc, max_restarts=0,
+            run_id="local", rdzv_backend="local",
             logs_specs=DefaultLogsSpecs(reports),  # torch would not remove its own folder
             signals_to_handle="",  # it takes SIGHUP even if ignored, and kills ranks at a second signal
         )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Config
-from pipeline.config.sections import Train
+from pipeline.config.interface import Settings, TrainSettings
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss
@@ -26,7 +25,7 @@ class Strategy:
     notice: str | None = None
     """A line that a user who chose this strategy should read."""
 
-    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
+    def __init__(self, config: Settings, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model
         """The model without wrappers, or this process's part of it: what is updated and saved."""
         self.group = group
@@ -139,7 +138,7 @@ class Strategy:
         return torch.compile(module, dynamic=False, mode=compile_mode(self._options))
 
 
-def compile_mode(options: Train) -> str | None:
+def compile_mode(options: TrainSettings) -> str | None:
     """Return the mode of torch.compile that train.compile asks for."""
     return options.compile if options.compile == "reduce-overhead" else None
 

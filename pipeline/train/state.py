@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Config
+from pipeline.config.interface import Settings
 from pipeline.guards.nonfinite import LossGuard
 from pipeline.model.weights import digest_and_checksums, load_weights
 from pipeline.parallel.strategy import Strategy
@@ -40,7 +40,7 @@ class TrainState:
     """Sample id and reason of each training image found undecodable so far."""
 
     @classmethod
-    def build(cls, strategy: Strategy, loss_guard: LossGuard, config: Config) -> "TrainState":
+    def build(cls, strategy: Strategy, loss_guard: LossGuard, config: Settings) -> "TrainState":
         """Return the state before the first step."""
         ema = strategy.make_ema() if config.train.ema is not None else None
         totals = torch.zeros(3, dtype=torch.int64, device=strategy.group.device)
