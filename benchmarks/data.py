@@ -73,9 +73,8 @@ def link_images(images: Path, root: Path, at_least: int = 1) -> int:
     `at_least` are linked several times.
     """
     root_of_images = images.resolve()
-    found = [
-        file for file in root_of_images.rglob("*") if is_image(os.fsencode(file.relative_to(root_of_images)))
-    ]
+    files = root_of_images.rglob("*")
+    found = [file for file in files if is_image(os.fsencode(file.relative_to(root_of_images)))]
     found.sort()
     if not found:
         raise RequestError(f"--images {images} holds no image: name an image folder, preferably of photos")
@@ -94,9 +93,8 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> list[Row]:
     for name, level in (("plain", ""), ("lossless", "lossless"), ("lossy", "max-side=500,q=90")):
         if level:
             pack.pack(root, folder / name, level, 0.1)
-        config, plan, source = open_loader(
-            "pack" if level else "folder", folder / name if level else root, batch
-        )
+        kind, place = ("pack", folder / name) if level else ("folder", root)
+        config, plan, source = open_loader(kind, place, batch)
         dataset = TrainBatches(source.train, config, plan, 0)
         turn = partial(time_loader, dataset, plan, steps)
         rows.append(Row(name, turn, rows[0], _pixel_diff(root, dataset, config)))
@@ -137,9 +135,8 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
     for sample, pixels in zip(batch.ids.tolist()[:64], batch.images, strict=False):
         with Image.open(root / dataset.images.name(sample)) as file:
             image = file.convert("RGB")
-        crop, is_flipped = draw_crop(
-            image.height, image.width, config.augment, config.run.seed, (0, sample, 0)
-        )
+        where = 0, sample, 0
+        crop, is_flipped = draw_crop(image.height, image.width, config.augment, config.run.seed, where)
         expected = np.asarray(transforms.functional.resized_crop(image, *crop, [SIZE, SIZE]))
         if is_flipped:
             expected = expected[:, ::-1]

@@ -54,9 +54,8 @@ class Suite:
             case "headline":
                 self._row(part, self._compare_loops, "plain", 5, 20)
             case "bf16" | "fp16":
-                self._row(
-                    part, self._compare_loops, "torchvision timm plain", 3, 12, f"train.precision={part}"
-                )
+                others = "torchvision timm plain"
+                self._row(part, self._compare_loops, others, 3, 12, f"train.precision={part}")
             case "jpeg" if self._options.images:
                 words = ("data.source=folder", f"data.root={self._options.images}")
                 self._row(part, self._compare_loops, "plain loaded", 2, 12, *words)
@@ -126,13 +125,8 @@ class Suite:
         """Return the command that trains the digits: to the end, or in a mode for three epochs."""
         words = ["-P", "-m", "pipeline", command, "digits", f"run.dir={self._folder / run}", "track.uri=none"]
         short = ["train.max_steps=42", f"run.{mode}=true"] if mode else []
-        return [
-            *words,
-            "track.report=false",
-            f"data.root={self._folder / 'digits'}",
-            *short,
-            *self._options.overrides,
-        ]
+        data = f"data.root={self._folder / 'digits'}"
+        return [*words, "track.report=false", data, *short, *self._options.overrides]
 
     def _run(self, *arguments: str, stdout: int | None = PIPE) -> str:
         """Run Python; return its output. Raises TurnError if it fails or no time is left."""
@@ -178,7 +172,6 @@ if __name__ == "__main__":
     help = f"run only this part (repeat it for more): {', '.join(_PARTS)}"
     parser.add_argument("--only", action="append", choices=list(_PARTS), metavar="PART", help=help)
     parser.add_argument("--images", type=path, metavar="DIR", help="an image folder, preferably of photos")
-    parser.add_argument(
-        "--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)"
-    )
+    help = "images per step (default 256)"
+    parser.add_argument("--batch", type=positive_int, default=256, metavar="N", help=help)
     run_script(parser, measure)

@@ -165,9 +165,8 @@ def plain_step(setup: Setup, batch: Batch, script: str = "") -> Callable[[], Non
         if script == "torchvision":
             with torch.inference_mode():
                 correct = logits.topk(min(5, logits.shape[1])).indices.t() == labels
-                metrics += [
-                    correct[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels)) for k in (1, 5)
-                ]
+                share = 100 / len(labels)
+                metrics += [correct[:k].flatten().sum(dtype=torch.float32) * share for k in (1, 5)]
         for i, metric in enumerate(metrics):
             sums[i] += metric.item()
 
@@ -208,9 +207,8 @@ def compare(options: Namespace) -> str:
         variant = replace(setup, plan=replace(setup.plan, compiles=bool(suffix)))
         for name in LOOPS:
             if name == "reference" or name in (options.only or LOOPS):
-                rows.append(
-                    Row(f"{name}{suffix}", _make_turn(name, variant, options.steps, batch), reference)
-                )
+                turn = _make_turn(name, variant, options.steps, batch)
+                rows.append(Row(f"{name}{suffix}", turn, reference))
             if name == "reference":
                 reference = rows[-1]
     interleave(rows, options.rounds)

@@ -83,9 +83,8 @@ def _dali(job: Job) -> Iterator[Any]:
     @pipeline_def(batch_size=job.batch, num_threads=job.workers, device_id=None)  # type: ignore[untyped-decorator]
     def crops() -> Any:
         data, labels = fn.readers.file(files=[str(file) for file in job.files], random_shuffle=True)
-        pixels = fn.decoders.image_random_crop(
-            data, random_aspect_ratio=[3 / 4, 4 / 3], random_area=[0.08, 1]
-        )
+        area = {"random_aspect_ratio": [3 / 4, 4 / 3], "random_area": [0.08, 1]}
+        pixels = fn.decoders.image_random_crop(data, **area)
         pixels = fn.resize(pixels, size=[job.size] * 2, interp_type=types.INTERP_LINEAR, antialias=True)
         return fn.flip(pixels, horizontal=fn.random.coin_flip()), labels
 
@@ -126,9 +125,8 @@ def _make_crop(package: str, size: int) -> Callable[[bytes], Any]:
 
     def crop(data: bytes) -> Any:
         if package == "torchvision":
-            return augment(
-                decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
-            )
+            coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return augment(decode_image(coded, ImageReadMode.RGB))
         if package == "simplejpeg":
             return augment(torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1))
         import spdl.io

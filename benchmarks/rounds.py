@@ -86,9 +86,8 @@ def show(title: str, rows: list[Row], options: argparse.Namespace) -> str:
         parts = [row.cost, row.remark, row.failure]
         if row.speeds:
             span = f"{min(row.ratios):.3f} to {max(row.ratios):.3f}"
-            parts.insert(
-                0, f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})"
-            )
+            speed = f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})"
+            parts.insert(0, speed)
         lines.append(f"  {row.name:<20} " + "   ".join(filter(None, parts)))
     return "\n".join(lines)
 

@@ -34,9 +34,8 @@ def compare(options: Namespace) -> str:
     steps = options.steps
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
-        num_images = link_images(
-            options.images, folder / "images", at_least=2000
-        )  # a turn stays within an epoch
+        # so many that a turn stays within an epoch
+        num_images = link_images(options.images, folder / "images", at_least=2000)
         stack.callback(_empty, store)
         _empty(store)  # a wrong request ends here, before anything is packed
         pack.pack(folder / "images", folder / "pack", "lossless", 0.1)

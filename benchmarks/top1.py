@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from functools import partial
 from itertools import chain, repeat
 from statistics import mean
 
@@ -41,7 +42,7 @@ def compare(options: Namespace) -> str:
     kind = config.data.source
     if kind not in ("folder", "digits"):
         raise RequestError(
-            f"data.source={kind}: the plain loop reads only image folders; use folder or digits"
+            f"data.source={kind}: the plain loop reads only image folders", "use folder or digits"
         )
     torch.set_num_threads(machine.available_cpus())
     parent = f"track.parent=top1 {config.recipe} {time.strftime('%F %H.%M.%S')}"
@@ -53,11 +54,13 @@ def compare(options: Namespace) -> str:
         top1s.append((top1, _train_plain(config, seconds)))
         lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {top1:.4f}, plain {top1s[-1][1]:.4f}")
         print(lines[-1], file=sys.stderr, flush=True)
-    ours, others = (
-        f"{mean(part):.4f} ({min(part):.4f} to {max(part):.4f})" for part in zip(*top1s, strict=True)
-    )
-    lines.append(f"mean top-1 in the same time: {recipe} {ours}, plain {config.model.arch} {others}")
+    ours, plain = map(_mean, zip(*top1s, strict=True))
+    lines.append(f"mean top-1 in the same time: {recipe} {ours}, plain {config.model.arch} {plain}")
     return "\n".join(lines)
+
+
+def _mean(top1s: tuple[float, ...]) -> str:
+    return f"{mean(top1s):.4f} ({min(top1s):.4f} to {max(top1s):.4f})"
 
 
 def _train_recipe(recipe: str, words: list[str], run: str) -> tuple[float, float]:
@@ -74,14 +77,10 @@ def _train_recipe(recipe: str, words: list[str], run: str) -> tuple[float, float
             f"run.dir={scratch}/{run}",
         ]
         start = time.monotonic()
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
-        )
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         seconds = time.monotonic() - start
     if done.returncode:
-        raise RequestError(
-            f"training the recipe failed with exit code {done.returncode}: see its output above"
-        )
+        raise RequestError(f"the recipe failed with exit code {done.returncode}", "see its output above")
     return seconds, float(done.stdout.split(" top1=")[1].split()[0])
 
 
@@ -93,19 +92,17 @@ def _train_plain(config: Config, seconds: float) -> float:
     model = build(config.model, data.num_classes).to(device)
     optimizer = make_optimizer(model, config)
     resize = transforms.Resize((size, size), antialias=True)
-    augment = [
-        transforms.RandomCrop(size, padding=config.augment.pad or 4),
-        transforms.RandomHorizontalFlip(),
-    ]
+    crop = transforms.RandomCrop(size, padding=config.augment.pad or 4)
+    augment = [crop, transforms.RandomHorizontalFlip()]
     normalise = transforms.Normalize(list(MEAN), list(STD))
     to_tensor = [transforms.ToImage(), transforms.ToDtype(torch.float32), normalise]
     root = data_root(config)
     train = datasets.ImageFolder(str(root / "train"), transforms.Compose([resize, *augment, *to_tensor]))
     val = datasets.ImageFolder(str(root / "val"), transforms.Compose([resize, *to_tensor]))
     workers = machine.available_cpus()
-    loader = DataLoader(
-        train, batch, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True
-    )
+    make_loader = partial(DataLoader, shuffle=True, drop_last=True, persistent_workers=True)
+    loader = make_loader(train, batch, num_workers=workers)
+    smoothing = config.train.label_smoothing
     start = time.monotonic()
     for images, labels in chain.from_iterable(repeat(loader)):
         progress = (time.monotonic() - start) / seconds
@@ -115,9 +112,7 @@ def _train_plain(config: Config, seconds: float) -> float:
             group["lr"] = plan.learning_rate(int(progress * plan.total_steps))
         optimizer.zero_grad()
         logits = model(images.to(device))
-        loss = functional.cross_entropy(
-            logits, labels.to(device), label_smoothing=config.train.label_smoothing
-        )
+        loss = functional.cross_entropy(logits, labels.to(device), label_smoothing=smoothing)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     model.eval()
@@ -130,7 +125,6 @@ def _train_plain(config: Config, seconds: float) -> float:
 if __name__ == "__main__":
     parser = Parser(description=__doc__)
     add_recipe(parser)
-    parser.add_argument(
-        "--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)"
-    )
+    help = "number of seeds (default 3)"
+    parser.add_argument("--seeds", type=positive_int, default=3, metavar="N", help=help)
     run_script(parser, compare)

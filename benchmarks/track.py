@@ -48,9 +48,8 @@ def compare(options: Namespace) -> str:
         atomic_write(folder.config, config.to_yaml().encode())
         atomic_write(folder.plan, json.dumps(plan.to_dict()).encode())
         silent = replace(setup, plan=replace(plan, log_every=plan.last_step))
-        reference = Row(
-            "reference", timed(silent, options.steps, partial(make_update(silent), repeat(batch)))
-        )
+        update = partial(make_update(silent), repeat(batch))
+        reference = Row("reference", timed(silent, options.steps, update))
         timer = make_timer(setup.group.device.type)
         step = partial(make_update(setup, ToJournal(folder.journal), timer=timer), repeat(batch))
         tracked = Row("tracked", timed(setup, options.steps, step), reference)
