@@ -70,7 +70,6 @@ PARTS = {
     "lock": "pipeline.addons.deploy.takeover:RefreshedLock",
     "part from former holder": "pipeline.addons.deploy.takeover:part_from_former_holder",
     "local rendezvous": "pipeline.addons.deploy.local_rendezvous:LocalRendezvous",
-    "log changed code": "pipeline.addons.ops.changes:log_changed_code",
     "mfu meter": "pipeline.addons.ops.mfu:MfuMeter",
     "provenance": "pipeline.addons.ops.provenance:provenance",
     "plan table": "pipeline.addons.ops.plan_table:table",

@@ -5,10 +5,9 @@ order, in one shell that ends at the first failure. Prints each command with its
 runs in the background until the page's end; the next command runs once its URL answers.
 
 The clone's .venv refers to the environment of this Python, whose packages are those of the lock
-file. With --install it is created as the page says, which downloads gigabytes.
+file.
 """
 
-import argparse
 import os
 import re
 import shlex
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -47,10 +47,7 @@ serve() {
     for _ in $(seq 180); do
         url=$(grep --only-matching --max-count=1 'http://127[0-9.:]*' "$1" || true)
         if ! kill -0 $!; then break; fi
-        if [ -n "$url" ] && python3 -c 'import sys, urllib.request as http, urllib.error
-try: http.urlopen(sys.argv[1], timeout=5)
-except urllib.error.HTTPError: pass
-except OSError: sys.exit(1)' "$url"; then echo "$url answers"; return; fi
+        if [ -n "$url" ] && curl --silent --output /dev/null "$url"; then echo "$url answers"; return; fi
         sleep 1
     done
     tail -n 20 "$1"; echo 'the server does not answer'; return 1
@@ -61,9 +58,7 @@ except OSError: sys.exit(1)' "$url"; then echo "$url answers"; return; fi
 def commands(page: Path) -> Iterator[str]:
     """Yield each command of the `sh` blocks of a page, with continued lines and here-documents."""
     for language, block in FENCE.findall(page.read_text()):
-        if language not in ("sh", ""):
-            continue
-        lines = iter(block.splitlines())
+        lines = iter(block.splitlines() if language in ("sh", "") else ())
         for line in lines:
             command = line
             while command.endswith("\\"):
@@ -77,82 +72,49 @@ def commands(page: Path) -> Iterator[str]:
                 yield command
 
 
-def reason_not_run(command: str) -> str | None:
-    """Return why a command is not run here, or None if it is."""
-    return next((reason for start, reason in NOT_RUN.items() if re.match(start, command)), None)
-
-
-def follow(page: Path, folder: Path, *, install: bool = False) -> int:
+def follow(page: Path, folder: Path) -> int:
     """Run the commands of a page in a new clone in `folder`; return the exit code of the shell."""
     clone = folder / "clone"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    if not install:
-        _link_environment(clone / ".venv")
+    (clone / ".venv").mkdir()  # a finished environment for `make setup`, with the packages of this one
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != "ready":
+            (clone / ".venv" / entry.name).symlink_to(entry)
+    (clone / ".venv/ready").touch()
     script = [_SHELL]
     for number, command in enumerate(commands(page)):
         script.append(f"start {shlex.quote(command)}")
-        if reason := reason_not_run(command):
+        reason = next((reason for start, reason in NOT_RUN.items() if re.match(start, command)), None)
+        if reason:
             script.append(f"echo {shlex.quote(f'[not run: {reason}]')}")
         elif re.sub(r"^(\w+=\S* +)+", "", command).startswith(SERVERS):
             script += [f"serve {folder}/server-{number}.log {shlex.quote(f'env {command}')}", "finish"]
-        elif command.startswith("timeout "):
-            script += [f"{command} || stopped $?", "finish"]
         else:
-            script += [command, "finish"]
+            script += [f"{command} || stopped $?" if command.startswith("timeout ") else command, "finish"]
     (folder / "page.sh").write_text("\n".join(script) + "\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     environment = {
-        **os.environ,
-        "BROWSER": "true",
-        "PORT": str(_free_port()),
-    }  # no window opens; for `make ui`
-    environment["OMP_WAIT_POLICY"] = "passive"  # on busy cores, threads would spin for most of their time
-    if not install:
-        environment["PYTHONPATH"] = str(clone)  # the clone's code runs in the linked environment
-    for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
-        environment.pop(name, None)
+        name: text for name, text in os.environ.items() if name not in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI")
+    }
+    environment |= {"BROWSER": "true", "PORT": str(port)}  # for `make ui`, where no window opens
+    environment |= {"PYTHONPATH": str(clone)}  # the clone's code runs in the linked environment
+    environment |= {"OMP_WAIT_POLICY": "passive"}  # on busy cores, threads would spin for most of their time
     try:
         return subprocess.run(
             ["bash", folder / "page.sh"], cwd=clone, env=environment, check=False
         ).returncode
     finally:
-        for file in folder.glob("server-*.pid"):
-            _stop(int(file.read_text()))
-
-
-def _link_environment(target: Path) -> None:
-    """Make `target` a finished environment, for `make setup`, with the packages of this one."""
-    target.mkdir()
-    for entry in Path(sys.prefix).iterdir():
-        if entry.name != "ready":
-            (target / entry.name).symlink_to(entry)
-    (target / "ready").touch()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def _stop(session: int) -> None:
-    """End all processes of a server that was started in a session of its own."""
-    try:
-        os.killpg(session, signal.SIGTERM)
-    except ProcessLookupError:
-        return
+        for file in folder.glob("server-*.pid"):  # each in a session of its own
+            with suppress(ProcessLookupError):
+                os.killpg(int(file.read_text()), signal.SIGTERM)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
-    parser.add_argument("--install", action="store_true", help="create .venv as the page says")
-    options = parser.parse_args()
-    for page in options.pages:
+    for page in map(Path, sys.argv[1:]):
         with tempfile.TemporaryDirectory(prefix="follow-") as folder:
-            code = follow(page.resolve(), Path(folder), install=options.install)
-        print(
-            f"\n{page}: {'every command ran' if code == 0 else f'stopped with exit code {code}'}", flush=True
-        )
+            code = follow(page.resolve(), Path(folder))
+        print(f"\n{page}: {f'stopped with exit code {code}' if code else 'every command ran'}", flush=True)
         if code:
             return code
     return 0

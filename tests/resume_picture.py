@@ -5,7 +5,6 @@ at once, and is started again with the same command. The script fails unless bot
 metrics at every step and the same weights.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,21 +18,6 @@ KILL_FROM = 38
 """Step from which the run is killed, in the middle of an epoch, while the loss falls fast."""
 PLOTS = (("training loss", "train/loss"), ("validation top-1 accuracy", "val/top1"))
 UNDISTURBED, KILLED, SIGKILL, RESUME = "#9ecae1", "#08519c", "#c0392b", "#1a7f4b"
-
-
-def train_undisturbed(scratch: Path, words: list[str]) -> tuple[Job, str]:
-    job = Job(scratch / "undisturbed", words, nproc=2)
-    return job, job.run().done["weights"]
-
-
-def train_killed(scratch: Path, words: list[str]) -> tuple[Job, str, int]:
-    """Return the job, its weights and the last step that it made before it was killed."""
-    job = Job(scratch / "killed", words, nproc=2).start()
-    job.wait_for_step(KILL_FROM)
-    job.clean()
-    job.wait_gone(5)
-    killed_at = job.step()
-    return job, job.run().done["weights"], killed_at
 
 
 def draw(path: Path, undisturbed: Job, killed: Job, killed_at: int, digests: list[str]) -> None:
@@ -78,17 +62,19 @@ def curve(job: Job, key: str) -> tuple[list[int], list[float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Draw a run that was killed and resumed beside an undisturbed one."
-    )
-    parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
+    out = Path(sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="resume-") as folder:
         scratch = Path(folder)
         words = ["digits", f"data.root={scratch / 'data'}", "run.deterministic=true", "run.trace=true"]
         words += ["track.uri=none", "track.report=false", "track.every=2 steps"]
-        undisturbed, expected = train_undisturbed(scratch, words)
-        killed, weights, killed_at = train_killed(scratch, words)
+        undisturbed = Job(scratch / "undisturbed", words, nproc=2)
+        expected = undisturbed.run().done["weights"]
+        killed = Job(scratch / "killed", words, nproc=2).start()
+        killed.wait_for_step(KILL_FROM)
+        killed.clean()
+        killed.wait_gone(5)
+        killed_at = killed.step()
+        weights = killed.run().done["weights"]
         metrics = [sorted(job.journal("train/loss", "train/top1", "val/")) for job in (undisturbed, killed)]
         if weights != expected or metrics[0] != metrics[1]:
             print(f"the runs differ: see {expected} and {weights}", file=sys.stderr)

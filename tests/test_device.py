@@ -104,7 +104,7 @@ def test_train_and_doctor_refuse_an_nccl_algorithm_before_anything_starts(
     with pytest.raises(RequestError, match=r"^NCCL_ALGO=NVLS in the environment contradicts"):
         launch.train("digits", words, 2, StopRequest())
     with pytest.raises(RequestError, match=r"^NCCL_ALGO=NVLS in the environment contradicts"):
-        examine("digits", words, 2, None, as_json=True, sanity=False)
+        examine("digits", words, 2, None, as_json=True)
     assert not (tmp_path / "run").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness import quick
 
 from pipeline import machine
-from pipeline.addons.ops.plan_table import balance_rows, effective_counts
+from pipeline.addons.ops.plan_table import table
 from pipeline.config.load import load
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize, Plan
@@ -227,8 +227,5 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
 
 def test_a_balanced_plan_says_how_often_each_class_is_drawn() -> None:
     plan = plan_of("data.balance=sqrt", "batch.global=100", data=DataSize(1100, 10, 3))
-    counts = {"cat": 900, "dog": 100, "owl": 100}
-    assert effective_counts(plan, [*counts.values()]) == pytest.approx([660, 220, 220])
-    assert balance_rows(plan, counts)[0] == "    dog: 100 images, 220.0 an epoch (2.20 × each)"
-    many = balance_rows(plan, {f"class {number}": number + 1 for number in range(30)})
-    assert (len(many), many[10]) == (21, "    … 10 classes between them (all: --json)")
+    assert plan.class_shares([900, 100, 100]) == pytest.approx([0.6, 0.2, 0.2])
+    assert "images drawn with replacement, data.balance=sqrt" in table(plan)

@@ -16,7 +16,6 @@ from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
 from pipeline.parallel import strategy
-from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
@@ -97,24 +96,21 @@ def test_waiting_after_the_gradients_counts_as_communication_in_sharded_modes(
     tmp_path: Path, digits: Path, parallel: str
 ) -> None:
     owner, _, name = WAIT_IN[parallel].rpartition(".")
-    site = inject(
-        tmp_path / "site",
-        1,
-        f"""\
+    code = f"""\
 import time, pkgutil, torch.distributed.fsdp
 owner = pkgutil.resolve_name({owner!r})
 function = getattr(owner, {name!r})
 def slow(*arguments, **options):
     time.sleep(0.2)
     return function(*arguments, **options)
-setattr(owner, {name!r}, slow)""",
-    )
+setattr(owner, {name!r}, slow)"""
+    site = inject(tmp_path / "site", 1, code)
     run = job(tmp_path / "run", digits, 2, f"parallel={parallel}", "train.max_steps=4", PYTHONPATH=site)
     result = run.run()
     assert result.code == 0, result.err
     (spent,) = (value for _, key, value in run.journal("time/") if key == "time/communication_s")
     assert spent > 0.75 * 4 * 0.2, (
-        "in each step one process sleeps and the other waits; the value is their mean"
+        "in each step one process sleeps and the other waits; the value is the mean"
     )
 
 
@@ -138,43 +134,18 @@ def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "spent", "says"),
+    ("spent", "says"),
     [
-        (
-            4,
-            {"data": 41, "forward_backward": 59},
-            "waiting for data 41%: 7 workers would be enough (data.workers=7), or pack",
-        ),
-        (
-            4,
-            {"data": 90, "forward_backward": 10},
-            "40 workers would be enough but this machine has 8 CPUs: use a larger one",
-        ),
-        (
-            0,
-            {"data": 60, "forward_backward": 40},
-            "waiting for data 60%: 2 workers would be enough (data.workers=2)",
-        ),
-        (
-            4,
-            {"communication": 50, "forward_backward": 50},
-            "waiting for the other processes 50%: raise batch.global",
-        ),
-        (4, {"checkpoint": 20, "forward_backward": 80}, "saving 20%: raise checkpoint.every"),
-        (4, {"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
+        ({"data": 41, "forward_backward": 59}, "waiting for data 41%: raise data.workers, or pack"),
+        ({"communication": 50, "checkpoint": 20}, "waiting for the other processes 71%: raise batch.global"),
+        ({"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
+        ({"data": 5, "forward_backward": 80, "validation": 15}, None),
+        ({"checkpoint": 0.9, "forward_backward": 1.0}, None),
     ],
 )
-def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Seconds, says: str) -> None:
-    found = advise(with_all_entries(spent), plan_with(workers), 8)
-    assert found is not None
-    assert found[0] == max(spent, key=lambda entry: (entry != "forward_backward", spent[entry]))
-    assert says in found[1]
-
-
-def test_a_run_without_a_bottleneck_gets_no_advice() -> None:
-    spent: Seconds = {"data": 5, "forward_backward": 80, "validation": 15}
-    assert advise(with_all_entries(spent), plan_with(4), 8) is None
-    assert advise(with_all_entries({"checkpoint": 0.9, "forward_backward": 1.0}), plan_with(4), 8) is None
+def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) -> None:
+    advice = advise({**dict.fromkeys(ENTRIES, 0.0), **spent})
+    assert advice is None if says is None else advice and advice[1].startswith(says)
 
 
 def test_a_switch_of_entries_takes_microseconds() -> None:
@@ -183,11 +154,3 @@ def test_a_switch_of_entries_takes_microseconds() -> None:
         with timer.charge("copy"):
             pass
     assert time.perf_counter() - start < 0.05, "ten switches take less than 1 % of a step of 50 ms"
-
-
-def with_all_entries(spent: Seconds) -> Seconds:
-    return {**dict.fromkeys(ENTRIES, 0.0), **spent}
-
-
-def plan_with(workers: int) -> Plan:
-    return make_plan(load("digits", [f"data.workers={workers}"]), World(cpus=8), DataSize(960, 96, 10))

@@ -17,7 +17,7 @@ from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
 from pipeline.addons.ops.compare import Run, compare
 from pipeline.addons.ops.published import read_receipt
-from pipeline.addons.ops.receipt import Receipt
+from pipeline.addons.ops.receipt import make_receipt
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
@@ -26,6 +26,7 @@ from pipeline.record.folder import RunFolder
 
 Change = Callable[[dict[str, Any]], object]
 """Edits the contents of a receipt."""
+OTHER = "sha256:" + "0" * 64
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
@@ -45,6 +46,18 @@ def edit_receipt(run: Path, change: Change) -> None:
     (run / "receipt.json").write_text(json.dumps(contents))
 
 
+def in_row(**changes: Any) -> Change:
+    return lambda contents: contents["evaluations"][1].update(changes)
+
+
+def in_start(**changes: Any) -> Change:
+    return lambda contents: contents["starts"][0].update(changes)
+
+
+def in_config(section: str, **changes: Any) -> Change:
+    return lambda contents: contents["config"][section].update(changes)
+
+
 def verify(run: Path, *more: str) -> Result:
     return quick("verify", str(run), *more)
 
@@ -58,7 +71,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job
 
 
 @pytest.fixture(scope="module")
-def repetition(uninterrupted: Job, tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def repetition(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """Return the folder of the same run, trained again."""
     run = job(tmp_path_factory.mktemp("repetition") / "run", digits)
     assert run.run().code == 0
@@ -107,12 +120,7 @@ def test_the_receipt_of_a_killed_run_has_the_rows_of_an_uninterrupted_run(
     assert (first["step"], second) == (0, {**first, "step": second["step"]})
 
 
-def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(
-    uninterrupted: Job, tmp_path: Path
-) -> None:
-    folder = RunFolder(tmp_path)
-    for path in (folder.config, folder.plan):
-        shutil.copy(uninterrupted.folder / path.name, path)
+def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(copy: Path) -> None:
     rows = [
         {"event": "created", "run": "r"}, {"event": "started", "step": 0, "tags": {"world": 1}},
         {"step": 3, "metrics": {"train/loss": 3.0}}, {"event": "evaluated", "step": 4, "weights": "a"},
@@ -120,8 +128,9 @@ def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(
         {"event": "started", "step": 4, "tags": {"world": 3}}, {"event": "started", "step": 4, "tags": {"world": 2}},
         {"event": "evaluated", "step": 8, "weights": "b"}, {"event": "ended", "status": "FINISHED", "line": "done"},
     ]  # fmt: skip
+    folder = RunFolder(copy)
     folder.journal.write_text("".join(json.dumps({"time": 1, **row}) + "\n" for row in rows))
-    found = json.loads(Receipt(folder).text())
+    found = make_receipt(folder)
     assert found["evaluations"] == [
         {"step": 4, "weights": "a", "train_loss": 3.0}, {"step": 8, "weights": "b", "train_loss": 2.0}
     ]  # fmt: skip
@@ -130,9 +139,7 @@ def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(
 
 
 def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> None:
-    (
-        uninterrupted.folder / "checkpoints/step-00000012 copy.pt"
-    ).touch()  # what is no checkpoint is passed over
+    (uninterrupted.folder / "checkpoints/step-00000012 copy.pt").touch()  # is no checkpoint
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")}
     result = verify(uninterrupted.folder, "--steps", "11")
     weights = receipt(uninterrupted.folder)["evaluations"][1]["weights"]
@@ -144,7 +151,7 @@ def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> N
 
 
 def test_another_seed_differs_from_the_first_step_and_tensor_on(copy: Path) -> None:
-    edit_receipt(copy, lambda contents: contents["config"]["run"].update(seed=1))
+    edit_receipt(copy, in_config("run", seed=1))
     result = verify(copy, "--steps", "8")
     assert result.code == 1
     assert result.out.startswith("differs: at step 4 weights is sha256:")
@@ -153,20 +160,9 @@ def test_another_seed_differs_from_the_first_step_and_tensor_on(copy: Path) -> N
     assert "no change of software, threads or device is known" in result.out
 
 
-def in_row(**changes: Any) -> Change:
-    return lambda contents: contents["evaluations"][1].update(changes)
-
-
-def in_start(**changes: Any) -> Change:
-    return lambda contents: contents["starts"][0].update(changes)
-
-
-OTHER = "sha256:" + "0" * 64
 TAMPERED: dict[str, tuple[Change, str]] = {
     "weights": (in_row(weights=OTHER), f"at step 8 weights is {OTHER} in the receipt and sha256:"),
-    "tensors": (in_row(tensors="0" * 8 * 338), "at step 8 tensors is 0"),
     "fewer tensors": (in_row(tensors="0" * 8), "at step 8 tensors is 0"),
-    "top1": (in_row(top1=0.5), "at step 8 top1 is 0.5 in the receipt and "),
     "train_loss": (in_row(train_loss=0.5), "at step 8 train_loss is 0.5 in the receipt and "),
     "a figure less": (lambda contents: contents["evaluations"][1].pop("nll"), "at step 8 nll is missing in the"),
     "a figure more": (in_row(map=0.9), "at step 8 map is 0.9 in the receipt and missing now"),
@@ -174,53 +170,47 @@ TAMPERED: dict[str, tuple[Change, str]] = {
         lambda contents: contents["plan"].pop("peak_lr"), "the plan's peak_lr is missing in the receipt"
     ),
     "a start without threads": (
-        lambda contents: contents["starts"][0].pop("threads"), "threads of the start at step 0 is missing in the"
+        lambda contents: contents["starts"][0].pop("threads"), "in the start at step 0 threads is missing in the"
     ),
     "step": (in_row(step=7), "at step 7 the receipt has an evaluation, and the repetition makes none"),
     "a row less": (
         lambda contents: contents["evaluations"].pop(1),
         "at step 8 the repetition makes an evaluation, and the receipt has none",
     ),
-    "world": (in_start(world=2), "world of the start at step 0 is 2 in the receipt and 1 now"),
-    "threads": (in_start(threads=2), "threads of the start at step 0 is 2 in the receipt and 1 now"),
-    "epochs": (in_start(epochs=3), "epochs of the start at step 0 is 3 in the receipt and 12 now"),
-    "kind of device": (in_start(device_type="tpu"), "device_type of the start at step 0 is tpu in the receipt and cpu"),
-    "data": (lambda contents: contents.update(data="0" * 64), "the data differs from that of the run"),
-    "no result line": (lambda contents: contents.update(done=None), "the result line is None in the receipt and done"),
-    "result line": (lambda contents: contents.update(done="done step=12"), "the result line is done step=12 in the"),
+    "world": (in_start(world=2), "in the start at step 0 world is 2 in the receipt and 1 now"),
+    "kind of device": (in_start(device_type="tpu"), "in the start at step 0 device_type is tpu in the receipt and"),
+    "data": (lambda contents: contents.update(data="0" * 64), "the data is another"),
+    "result line": (lambda contents: contents.update(done=None), "the result line done is None in the receipt and"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "found"), TAMPERED.values(), ids=TAMPERED)
 def test_a_changed_receipt_is_refused_or_differs(
-    copy: Path, repetition: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: Change,
-    found: str,
-) -> None:  # fmt: skip
+    copy: Path, repetition: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """In place of each repetition stands the same run, trained once."""
     monkeypatch.setattr(commands, "_repeat", lambda config, *_: shutil.copytree(repetition, config.run_dir))
     shutil.rmtree(copy / "checkpoints")
-    edit_receipt(copy, change)
-    try:
-        assert commands.verify(copy, None) == 1
-        line = capfd.readouterr().out
-        assert line.startswith(f"differs: {found}")
-    except RequestError as refusal:
-        line = f"{refusal}\n"
-        assert found in line
-    assert line.count("\n") == 1
+    saved = (copy / "receipt.json").read_text()
+    for change, says in TAMPERED.values():
+        edit_receipt(copy, change)
+        try:
+            assert commands.verify(copy, None) == 1
+            line = capfd.readouterr().out
+            assert line.startswith(f"differs: {says}")
+        except RequestError as refusal:
+            line = f"{refusal}\n"
+            assert says in line
+        assert line.count("\n") == 1
+        (copy / "receipt.json").write_text(saved)
 
 
-def test_a_changed_number_of_the_plan_differs(uninterrupted: Job, repetition: Path, tmp_path: Path) -> None:
-    contents, new = receipt(uninterrupted.folder), Run.read(repetition)
+def test_a_changed_number_of_the_plan_differs(copy: Path, repetition: Path) -> None:
+    contents, new = receipt(copy), Run.read(repetition)
+    of_this_machine = {"local_world", "workers_per_node", "workers", "is_portable"}
     numbers = {name for name, value in contents["plan"].items() if isinstance(value, int | float)}
-    for name in numbers - {
-        "local_world",
-        "workers_per_node",
-        "workers",
-        "is_portable",
-    }:  # those depend on the machine
+    for name in numbers - of_this_machine:
         plan = contents["plan"] | {name: contents["plan"][name] + 1}
-        result = compare(Run(contents | {"plan": plan}, RunFolder(tmp_path)), new, 0, 12)
+        result = compare(Run(contents | {"plan": plan}, RunFolder(copy)), new, 0, 12)
         assert result.startswith(f"differs: the plan's {name} is {plan[name]} in the receipt and "), result
 
 
@@ -237,12 +227,10 @@ def test_a_changed_sample_or_checkpoint_is_named_by_its_step(
     assert found.startswith(
         "differs: the first batch to differ from trace.jsonl is that of step 7, other samples; "
     )
-    assert "the checkpoints of steps 4, 8, 12 are identical" in found
     found = with_row(2, json.dumps(json.loads(lines[2]) | {"batch_sha256": "0" * 64}) + "\n")
     assert "is that of step 3, the same samples with other pixels" in found
     assert "is that of step 12" in with_row(11, ""), "a row less"
     assert "is that of step 5" in with_row(3, 2 * lines[3]), "a row twice"
-    assert "is that of step 1" in with_row(0, '{"step": "x"}\n')
     with_row(0, lines[0])
     (newest,) = copy.glob("checkpoints/step-00000012.*")
     newest.unlink()
@@ -261,10 +249,8 @@ def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, 
     digest, checksums = digest_and_checksums(weights)
     new = {"weights": f"sha256:{digest}", "tensors": checksums}
     edit_receipt(copy, lambda contents: contents["evaluations"][2].update(new))
-    assert (
-        "; at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ); "
-        in compared(copy, repetition)
-    )
+    first = "; at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ); "
+    assert first in compared(copy, repetition)
     edit_receipt(copy, lambda contents: [row.pop("tensors") for row in contents["evaluations"]])
     edit_receipt(copy, in_start(torch="1.0"))
     found = compared(copy, repetition)
@@ -272,27 +258,29 @@ def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, 
     assert f"probable cause: torch is {torch.__version__} here and 1.0 there" in found
 
 
-def test_a_part_of_a_run_is_repeated_from_its_checkpoint(copy: Path) -> None:
-    def refused(steps: int, start: int) -> str:
-        with pytest.raises(RequestError) as refusal:
-            commands.verify(copy, steps, start)
-        return str(refusal.value)
+def refused(copy: Path, steps: int | None, start: int = 0) -> str:
+    with pytest.raises(RequestError) as refusal:
+        commands.verify(copy, steps, start)
+    return str(refusal.value)
 
+
+def test_a_part_of_a_run_is_repeated_from_its_checkpoint(copy: Path, repetition: Path) -> None:
     weights = [row["weights"] for row in receipt(copy)["evaluations"]]
     result = verify(copy, "--steps", "8-12")
     assert result.code == 0
     part = f"identical: 1 evaluation and 1 checkpoint from step 8 to step 12, weights={weights[2]};"
     assert result.out.startswith(part)
     assert result.out.endswith("; the steps up to 8 are trusted\n")
+    result = compared(copy, repetition, 5)
+    assert result.endswith("; the steps up to 5 are trusted; the receipt has no weights for step 5")
     assert _step_range("0-8") == _step_range("8") == (0, 8)
-    assert "has no checkpoint of step 5: it has those of 4, 8, 12" in refused(12, 5)
-    assert "the first evaluation or checkpoint after step 4 in" in refused(7, 4)
-    edit_receipt(copy, lambda contents: contents["evaluations"][0].update(weights=weights[1]))
-    assert f"does not belong to the receipt: its weights are {weights[0]}, and those of step 4 " in refused(
-        12, 4
+    assert "has no checkpoint of step 5, only 4, 8, 12" in refused(copy, 12, 5)
+    assert "after step 4 up to step 7: nothing can be compared: the next one is of step 8" in refused(
+        copy, 7, 4
     )
-    shutil.rmtree(copy / "checkpoints")
-    assert "docs/reproducibility.md, 'Publish a receipt', says where to get one" in refused(12, 4)
+    edit_receipt(copy, lambda contents: contents["evaluations"][0].update(weights=weights[1]))
+    says = f"does not belong to the receipt: its weights are {weights[0]}, not {weights[1]}"
+    assert says in refused(copy, 12, 4)
 
 
 def test_a_run_is_compared_with_published_receipts(
@@ -302,7 +290,7 @@ def test_a_run_is_compared_with_published_receipts(
     for name in ("digits", "other", "broken"):
         (published / name).mkdir(parents=True)
         shutil.copy(copy / "receipt.json", published / name)
-    edit_receipt(published / "other", lambda contents: contents["config"]["train"].update(epochs=3))
+    edit_receipt(published / "other", in_config("train", epochs=3))
     (published / "broken/receipt.json").write_text("{")
     weights = receipt(copy)["evaluations"][-1]["weights"]
 
@@ -323,16 +311,13 @@ def test_a_run_is_compared_with_published_receipts(
         return change
 
     assert answer() == f"these are the weights that {published / 'digits'} names: {weights}\n"
-    page = copy.parent / "PAGE.md"
+    page = tmp_path / "PAGE.md"
     page.write_text(f"`{weights[:23]}…`")
     assert against(copy, published, page) == 0
     assert capsys.readouterr().out == f"these are the weights that {page} names: {weights}\n"
-    assert answer(lambda contents: contents["config"]["run"].update(deterministic=False)), (
-        "run.portable implies it"
-    )
+    assert answer(in_config("run", deterministic=False)), "run.portable implies it"
     shorter = answer(lambda contents: contents["evaluations"].pop())
     assert shorter.startswith(f"these are the weights that {published / 'digits'} names for step 8: sha256:")
-    assert answer(other_weights(), code=1).endswith("; no known change explains it\n")
     assert answer(other_weights(commit="another"), code=1).endswith("; no known change explains it\n")
     found = answer(other_weights(world=2, torch="1.0", device="another", portable="no avx2"))
     assert found.startswith(f"differs: at step 8 weights is {OTHER}, and sha256:")
@@ -344,10 +329,8 @@ def test_a_run_is_compared_with_published_receipts(
     )
     places = [found.index(text) for text in causes]
     assert places == sorted(places)
-    found = answer(lambda contents: contents["config"]["run"].update(seed=7))
-    assert (
-        found
-        == f"no receipt in {published} has this configuration (run.seed=7, unlike {published / 'digits'})\n"
+    assert f"has this configuration (run.seed differ from {published / 'digits'})" in answer(
+        in_config("run", seed=7)
     )
     for folder in (copy / "checkpoints", copy):
         with pytest.raises(RequestError, match=r"no receipt in .* can be read"):
@@ -369,11 +352,8 @@ def test_a_repetition_restores_nothing_and_must_train_each_step(
         edit_receipt(config.run_dir, in_start(step=12))
 
     monkeypatch.setattr(commands, "_repeat", repeat)
-    edit_receipt(
-        copy, lambda contents: contents["config"]["checkpoint"].update(mirror="s3://bucket/finished")
-    )
-    with pytest.raises(RequestError, match="started at step 12 and not at step 0, so it did not train"):
-        commands.verify(copy, None)
+    edit_receipt(copy, in_config("checkpoint", mirror="s3://bucket/finished"))
+    assert "the repetition started at step 12 and not at step 0" in refused(copy, None)
     assert made[0].checkpoint.mirror is None
 
 
@@ -383,7 +363,7 @@ def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credenti
     monkeypatch.setenv("PIPELINE_TRUSTED_MODEL", "")
 
     def config(section: str, **values: Any) -> Config:
-        edit_receipt(copy, lambda contents: contents["config"][section].update(values))
+        edit_receipt(copy, in_config(section, **values))
         return commands._repetition_config(Run.read(copy), tmp_path / "new")
 
     assert config("data", root=str(tmp_path / "absent")).data.root is None
@@ -397,47 +377,44 @@ def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credenti
     assert config("data", **pack).data.cache is None
 
 
-MALFORMED: dict[str, Change] = {
-    "world": in_start(world="2"),
-    "too many processes": in_start(world=4097),
-    "step of a start": in_start(step=True),
-    "step of an evaluation": in_row(step=4.0),
-    "weights": in_row(weights="sha256:\x1b[2J"),
-    "checksums": in_row(tensors=None),
-    "result line": lambda contents: contents.update(done=["done"]),
-    "steps of an epoch": lambda contents: contents["plan"].update(steps_per_epoch="14"),
-    "starts": lambda contents: contents.update(starts={"step": 0}),
-    "format": lambda contents: contents.update(format=2),
-}
+MALFORMED: list[Change] = [
+    in_start(world="2"),
+    in_start(world=4097),
+    in_start(step=True),
+    in_row(step=4.0),
+    in_row(weights="sha256:\x1b[2J"),
+    in_row(tensors=None),
+    lambda contents: contents.update(done=["done"]),
+    lambda contents: contents["plan"].update(steps_per_epoch="14"),
+    lambda contents: contents.update(starts=[]),
+    lambda contents: contents.update(format=2),
+]
 
 
 def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
     copy: Path, repetition: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = (copy / "receipt.json").read_text()
-    for change in MALFORMED.values():
+    for change in MALFORMED:
         edit_receipt(copy, change)
-        with pytest.raises(RequestError, match="is not a receipt of format 1"):
+        with pytest.raises(RequestError, match="has no readable receipt"):
             read_receipt(RunFolder(copy))
         (copy / "receipt.json").write_text(saved)
-    edit_receipt(copy, lambda contents: contents["config"].pop("train"))
     edit_receipt(copy, in_row(map="\x1b" * 10_000))
     result = printable_line(compared(copy, repetition))
     assert result.startswith("differs: at step 8 map is \\x1b")
-    assert result.isprintable()
     assert len(result) < 2_000
     assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
+    (copy / "receipt.json").write_text("[" * 200_000)
+    assert verify(copy).error.startswith(f"{copy} has no readable receipt"), "as a command it is one line"
     monkeypatch.setattr("pipeline.addons.ops.published._MAX_BYTES", 1 << 10)
-    with pytest.raises(RequestError, match="has no readable receipt"):
-        read_receipt(RunFolder(copy))
+    assert "larger than" in refused(copy, None)
 
 
-def test_what_is_not_compared_is_in_the_result(copy: Path, repetition: Path) -> None:
-    result = compared(copy, repetition, 5)
-    assert result.endswith("; the steps up to 5 are trusted; the receipt has no weights for step 5")
+def test_an_evaluation_that_a_restart_added_is_not_compared(copy: Path, repetition: Path) -> None:
     edit_receipt(copy, lambda contents: contents["starts"].append(contents["starts"][0] | {"step": 6}))
     edit_receipt(
-        copy, lambda contents: contents["evaluations"].insert(1, contents["evaluations"][0] | {"step": 6})
+        copy, lambda contents: contents["evaluations"].append(contents["evaluations"][0] | {"step": 6})
     )
     result = compared(copy, repetition)
     assert result.startswith("identical but for step 6, which a restart may have added: 3 evaluations and ")
@@ -448,9 +425,8 @@ def test_what_is_not_compared_is_in_the_result(copy: Path, repetition: Path) -> 
 def test_a_killed_and_resumed_run_is_identical_to_an_uninterrupted_repetition(
     tmp_path: Path, digits: Path, exact: str
 ) -> None:
-    run = job(
-        tmp_path / "run", digits, f"run.exact={exact}", "exact.shards=6", "batch.accumulate=2", nproc=2
-    ).start()
+    words = (f"run.exact={exact}", "exact.shards=6", "batch.accumulate=2")
+    run = job(tmp_path / "run", digits, *words, nproc=2).start()
     run.wait_for_step(6)
     for rank in run.ranks():
         kill(rank, signal.SIGKILL)
@@ -463,29 +439,19 @@ def test_a_killed_and_resumed_run_is_identical_to_an_uninterrupted_repetition(
     assert "3 evaluations" in result.out
 
 
-def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path, tmp_path: Path) -> None:
+def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path) -> None:
     saved = (copy / "receipt.json").read_text()
     second = {**receipt(copy)["starts"][0], "step": 4, "world": 2}
-    not_deterministic = {"deterministic": False, "portable": False}
     refusals: list[tuple[str, Change]] = [
-        ("is not deterministic", lambda contents: contents["config"]["run"].update(not_deterministic)),
+        ("is not deterministic", in_config("run", deterministic=False, portable=False)),
         ("world changed from 1 to 2 at step 4", lambda contents: contents["starts"].append(second)),
         ("from another run's checkpoint", in_start(step=3)),
-        ("there is nothing to compare", lambda contents: contents.update(evaluations=[])),
+        ("nothing can be compared", lambda contents: contents.update(evaluations=[])),
     ]
     if not machine.has_gpu():
         refusals.append(("no GPU is visible", in_start(device_type="cuda")))
-    with pytest.raises(RequestError, match="--steps 3 is too small"):
-        commands.verify(copy, 3)
     shutil.rmtree(copy / "checkpoints")
     for says, change in refusals:
         edit_receipt(copy, change)
-        with pytest.raises(RequestError, match=says):
-            commands.verify(copy, None)
+        assert says in refused(copy, None)
         (copy / "receipt.json").write_text(saved)
-    with pytest.raises(RequestError, match="has no readable receipt"):
-        commands.verify(tmp_path, None)
-    (tmp_path / "receipt.json").write_text("[" * 200_000)
-    assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), (
-        "as a command it is one line"
-    )

@@ -8,8 +8,6 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from pipeline.config.schema import Config
 from pipeline.data import access
 from pipeline.data.access import is_bucket
@@ -64,15 +62,6 @@ def data_root(config: Config) -> Path:
 def data_size(config: Config) -> DataSize:
     """Return the size of the data, also if the digits are not made yet."""
     return DIGITS_SIZE if _lacks_digits(config) else open_source(config).size
-
-
-def class_counts(config: Config) -> dict[str, int]:
-    """Return the training images of each class by its name; {} if the digits are not made yet."""
-    if _lacks_digits(config):
-        return {}
-    source = open_source(config)
-    counts = np.bincount(source.train.labels, minlength=len(source.classes)).tolist()
-    return dict(zip(source.classes, counts, strict=True))
 
 
 def known_size(config: Config) -> DataSize | None:

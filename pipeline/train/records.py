@@ -87,9 +87,9 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | Non
         part("report")(job, start.step, log) if config.track.report else None,
         tracker,
         part("mirror listener")(mirror) if mirror else None,
-        part("profiler")(job, process.group.device, log) if config.profile.steps else None,
+        part("profiler")(job, log) if config.profile.steps else None,
         ToTerminal(job.plan, process.terminal),
-        part("advice")(job.plan, process.group.world.cpus, log),
+        part("advice")(job.plan, log),
     ]
     told = [listener for listener in listeners if listener]
 

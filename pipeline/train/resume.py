@@ -71,9 +71,7 @@ def find(
     path, data = verified
     contents = decode_state(data, path)  # weights_only: a file never executes
     _refuse_others(contents, config, source)
-    # in addons/ops/changes.py: they only put differences into words
     part("refuse another model")(contents, config, path)
-    part("log changed code")(config, path, log)
     return VerifiedCheckpoint(path, data, contents)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun, find_run
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
-from pipeline.addons.ops.receipt import Receipt
+from pipeline.addons.ops.receipt import make_receipt, receipt_text
 from pipeline.addons.report.page import FILE_NAME, render_page
 from pipeline.addons.report.summary import describe_run
 from pipeline.config.credentials import without_password
@@ -106,7 +106,7 @@ def send_inputs(run: MlflowRun) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    digest = Receipt(run.folder).contents()["data"]
+    digest = make_receipt(run.folder)["data"]
     options = run.config.data
     source = json.dumps({"source": options.source, "root": options.root})
     plan = parse_json(run.folder.plan.read_text(encoding="utf-8"))
@@ -130,7 +130,7 @@ def send_files(run: MlflowRun) -> None:
     for path in sorted(run.folder.report.glob("*.png")):
         run.client.log_artifact(run.run_id, str(path), run.folder.report.name)
     # made here: rank 0 may not have written these files yet, or may never do so
-    run.client.log_text(run.run_id, Receipt(run.folder).text(), run.folder.receipt.name)
+    run.client.log_text(run.run_id, receipt_text(run.folder), run.folder.receipt.name)
     if run.folder.report.exists():
         run.client.log_text(run.run_id, render_page(run.folder), f"{run.folder.report.name}/{FILE_NAME}")
 

@@ -3,7 +3,6 @@
 import argparse
 import signal
 
-from pipeline.addons.ops.plan import add_gpu_speed
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command, add_recipe, add_trust, positive_int
 from pipeline.errors import RequestError
@@ -11,48 +10,20 @@ from pipeline.guards.signals import handle
 
 
 def add_commands(commands: Commands) -> None:
-    _add_doctor(commands)
-    _add_verify(commands)
-
-
-def _add_doctor(commands: Commands) -> None:
-    parser = add_command(
+    doctor = add_command(
         commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
         " per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
-        "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2", "pipeline doctor my.yaml --sanity",
+        "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2",
     )  # fmt: skip
-    add = parser.add_argument
-    add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
+    add_recipe(doctor, "name or path (default digits)", nargs="?", default="digits")
     help = "processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)"
-    add("--world", type=positive_int, metavar="N", help=help)
-    add(
-        "--nodes",
-        type=positive_int,
-        metavar="M",
-        help="machines in the whole job (default: PET_NNODES, or 1)",
-    )
-    add_gpu_speed(parser)
-    add("--json", action="store_true", help="print JSON")
-    checks = (
-        "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give "
-        "chance accuracy"
-    )
-    add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
+    doctor.add_argument("--world", type=positive_int, metavar="N", help=help)
+    help = "machines in the whole job (default: PET_NNODES, or 1)"
+    doctor.add_argument("--nodes", type=positive_int, metavar="M", help=help)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
 
-
-def _doctor(options: argparse.Namespace) -> str | int:
-    from pipeline.addons.ops import doctor
-
-    sizes = options.world, options.nodes
-    return doctor.examine(
-        options.recipe, options.overrides, *sizes,
-        as_json=options.json, sanity=options.sanity, gpu_images_per_s=options.gpu_images_per_s,
-    )  # fmt: skip
-
-
-def _add_verify(commands: Commands) -> None:
-    parser = add_command(
+    verify = add_command(
         commands, "verify", _verify, "repeat a run from its receipt and compare the weights",
         "Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
         " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and tensor that"
@@ -60,15 +31,22 @@ def _add_verify(commands: Commands) -> None:
         "pipeline verify runs/digits --steps 50", "pipeline verify runs/digits --steps 84-112",
         "pipeline verify runs/digits --against docs/receipts",
     )  # fmt: skip
-    parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
-    kind = parser.add_mutually_exclusive_group()
+    verify.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
+    kind = verify.add_mutually_exclusive_group()
     help = "repeat only the first N steps (default: all); A-B repeats from the checkpoint of step A, which is trusted"
     kind.add_argument("--steps", type=_step_range, metavar="N|A-B", default=(0, None), help=help)
     help = "compare with the receipt of the same configuration in FOLDER, a run's folder or a folder of them"
     kind.add_argument("--against", type=arguments.path, metavar="FOLDER", help=help)
     help = "with --against: a text, which the result names if it has the digest of the weights"
-    parser.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
-    add_trust(parser)
+    verify.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
+    add_trust(verify)
+
+
+def _doctor(options: argparse.Namespace) -> str | int:
+    from pipeline.addons.ops.doctor import examine
+
+    sizes = options.world, options.nodes
+    return examine(options.recipe, options.overrides, *sizes, as_json=options.json)
 
 
 def _step_range(text: str) -> tuple[int, int]:
@@ -88,11 +66,9 @@ def _verify(options: argparse.Namespace) -> int:
         return against(options.run_dir, options.against, options.page)
     if options.page:
         raise RequestError("--page needs --against", "give both, or leave --page out")
-    handle(
-        signal.default_int_handler
-    )  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
+    handle(signal.default_int_handler)  # SIGTERM ends the repetition and removes its folder, as Ctrl-C does
 
-    from pipeline.addons.ops import verify
+    from pipeline.addons.ops.verify import verify
 
     start, steps = options.steps
-    return verify.verify(options.run_dir, steps, start)
+    return verify(options.run_dir, steps, start)

@@ -2,18 +2,15 @@
 
 Promise: each field of a receipt is an input of the repetition, or is compared here, or describes a
 machine or a history from which the weights do not follow. Inputs are the configuration, the digest
-of the data and the number of processes. Compared are the plan, each field of each evaluation, what
-the starts say of threads, epochs and kind of device, and the result line of a run that is repeated
-to its end. The rest (versions, commit, model of the device, times of restarts) may differ where the
-bits are the same, and is named if they differ.
+of the data and the number of processes. The rest (versions, commit, model of the device, times of
+restarts) may differ where the bits are the same, and is named if they differ.
 
-The samples need no digest in the receipt: seed, plan and data determine them, and other samples or
-pixels change the weights at the next evaluation. Which step was the first is in the trace: if the
-run has one (`run.trace=true`), the repetition writes one, too, and they are compared row by row.
+The samples need no digest in the receipt: seed, plan and data determine them. If the run has a
+trace (`run.trace=true`), the repetition writes one, too, and they are compared row by row.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,17 +27,20 @@ from pipeline.record.checkpoint_files import list_checkpoints, read_verified, st
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 
-_DESCRIBES_MACHINE = (
+_DESCRIBES_MACHINE = {
     "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason", "precision_note",
     "notes", "last_step",
-)  # fmt: skip
+}  # fmt: skip
 """Fields of a plan that depend on the machine, texts, and last_step, which is compared apart."""
 _FROM_START = ("world", "threads", "epochs", "device_type")
-_NOT_A_CAUSE = ("step", "recipe", "changes", "world", "epochs", "continues")
-"""Fields of a start that do not describe its software, threads or device."""
-_ABSENT = "missing"
-_SHOWN_LENGTH = 100  # of a value in a receipt; a digest has 71 characters
-_SHOWN_CAUSES = 12
+# what explains other weights: first what certainly changes them
+_CAUSES = (
+    "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda", "cudnn", "nccl",
+    "driver", "python", "world", "portable", "threads", "device_type", "device",
+)  # fmt: skip
+
+Digests = tuple[int, dict[str, str], dict[str, str]]
+"""A step, and a digest of each tensor of the run and of the repetition, by name."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class Run:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.receipt["starts"]
-        return found
+        return list(self.receipt["starts"])
 
     def config(self, changes: list[str] | None = None) -> Config:
         """Return the configuration in the receipt, with `changes`. Raises RequestError."""
@@ -84,7 +83,7 @@ class Run:
 
     def facts(self, name: str) -> list[str]:
         """Return what the starts say of a version, a device and so on."""
-        return sorted({one_line(start.get(name, "unknown"), _SHOWN_LENGTH) for start in self.starts})
+        return sorted({one_line(start.get(name, "unknown"), 100) for start in self.starts})
 
 
 def compare(old: Run, new: Run, start: int, last: int) -> str:
@@ -92,43 +91,36 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     rows = [row for step, row in old.rows.items() if start < step <= last and step in new.rows]
     files, new_files = old.checkpoints(), new.checkpoints()
     steps = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
-    stated = [
+    tensor = _first_tensor((step, _digests(files[step]), _digests(new_files[step])) for step in steps)
+    differences = [
         *islice(_row_differences(old, new, start, last), 1),
         *islice(_plan_differences(old, new, start, last), 1),
+        *islice(_trace_differences(old.folder, new.folder, start, last), 1),
+        *tensor,
     ]
-    batch = _trace_difference(old.folder, new.folder, start, last)
-    pairs = ((step, _tensor_digests(files[step]), _tensor_digests(new_files[step])) for step in steps)
-    tensor = _first_tensor(pairs)
-    if stated or batch or tensor:
-        tensor = tensor or _first_tensor(_checksums(rows, new))
-        if not tensor and steps:
-            tensor = f"the checkpoints of steps {', '.join(map(str, steps))} are identical"
-        facts = {name for found in (*old.starts, *new.starts) for name in found} - {*_NOT_A_CAUSE}
-        causes = list(islice(changed_facts(new, old, sorted(facts)), _SHOWN_CAUSES))
-        cause = (
-            f"probable cause: {', '.join(causes)}"
-            if causes
-            else "no change of software, threads or device is known"
-        )
-        return f"differs: {'; '.join(filter(None, [*stated, batch, tensor, cause]))}"
+    if differences:
+        differences += [] if tensor else _first_tensor(_checksums(rows, new))
+        causes = ", ".join(changed_facts(new, old, without={"world"}))
+        cause = f"probable cause: {causes}" if causes else "no change of software, threads or device is known"
+        return f"differs: {'; '.join([*differences, cause])}"
     left_out = [str(step) for step in old.rows if start < step <= last and step not in new.rows]
     but = f" but for step {', '.join(left_out)}, which a restart may have added" if left_out else ""
     where = f"from step {start} to step {last}" if start else f"up to step {last}"
     digest = f", weights={rows[-1]['weights']}" if rows else ""
-    parts = [f"{count_of(len(rows), 'evaluation')} and {count_of(len(steps), 'checkpoint')} {where}{digest}"]
+    result = f"{count_of(len(rows), 'evaluation')} and {count_of(len(steps), 'checkpoint')} {where}{digest}"
     if old.folder.trace.exists():
-        parts.append(f"the trace of {last - start} steps is identical, too")
+        result += f"; the trace of {last - start} steps is identical, too"
     if start:
-        parts.append(f"the steps up to {start} are trusted")
-        parts += [] if start in old.rows else [f"the receipt has no weights for step {start}"]
-    return f"identical{but}: {'; '.join(parts)}"
+        result += f"; the steps up to {start} are trusted"
+        result += "" if start in old.rows else f"; the receipt has no weights for step {start}"
+    return f"identical{but}: {result}"
 
 
-def changed_facts(here: Run, there: Run, names: Collection[str]) -> Iterator[str]:
-    """Yield those of the named facts of the starts in which two runs differ, as phrases."""
-    for name in names:
+def changed_facts(here: Run, there: Run, without: set[str]) -> Iterator[str]:
+    """Yield the causes of other weights, but those in `without`, that two runs differ in."""
+    for name in _CAUSES:
         now, then = (" or ".join(run.facts(name)) for run in (here, there))
-        if now != then:
+        if now != then and name not in without:
             yield f"{name} is {now} here and {then} there"
 
 
@@ -137,103 +129,93 @@ def _row_differences(old: Run, new: Run, start: int, last: int) -> Iterator[str]
     restarts = {found["step"] for found in old.starts}
     before = {step: row for step, row in old.rows.items() if start < step <= last}
     for step in sorted(before.keys() | {step for step in new.rows if step > start}):
-        row, now = before.get(step, {}), new.rows.get(step, {})
-        if not now and step not in restarts:  # a run that ends with train.max_steps evaluates there
-            yield f"at step {step} the receipt has an evaluation, and the repetition makes none"
-        elif not row and step != last:  # it always evaluates at its end
-            yield f"at step {step} the repetition makes an evaluation, and the receipt has none"
-        for name in row | now if row and now else ():
-            if name == "tensors" and name not in row:  # a receipt of version 0.2
-                continue
+        row, now = before.get(step), new.rows.get(step)
+        if row and now:
             # a mean since the last report, which depends on where a run was interrupted or ended
             is_other_mean = len(old.starts) > 1 or (step == last != old.receipt["plan"].get("last_step"))
-            if name == "train_loss" and (is_other_mean or name not in now):
-                continue
-            if difference := _difference(row, now, name):
-                yield f"at step {step} {one_line(name, _SHOWN_LENGTH)} {difference}"
+            is_free = {"train_loss"} if is_other_mean or "train_loss" not in now else set()
+            is_free |= {"tensors"} - row.keys()  # a receipt of version 0.2
+            names = [name for name in row | now if name not in is_free]
+            yield from _differences(row, now, names, f"at step {step} ")
+        elif row and step not in restarts:  # a run that ends with train.max_steps evaluates there
+            yield f"at step {step} the receipt has an evaluation, and the repetition makes none"
+        elif now and step != last:  # it always evaluates at its end
+            yield f"at step {step} the repetition makes an evaluation, and the receipt has none"
 
 
 def _plan_differences(old: Run, new: Run, start: int, last_step: int) -> Iterator[str]:
     """Yield each difference between the plans, and between what the starts say of inputs."""
-    plan, now = old.receipt["plan"], new.receipt["plan"]
+    now = new.receipt["plan"]
     end = min(old.config().train.max_steps or now["total_steps"], now["total_steps"])
-    now = {name: value for name, value in now.items() if name not in _DESCRIBES_MACHINE} | {"last_step": end}
-    for name in now:
-        if difference := _difference(plan, now, name):
-            yield f"the plan's {name} {difference}"
-    *earlier, last = old.starts_after(start)
-    for part in (*earlier, last):
-        for name in _FROM_START:
-            is_free = name == "world" and part is not last  # in exact mode the number of processes may change
-            if (difference := _difference(part, new.starts[-1], name)) and not is_free:
-                yield f"{name} of the start at step {part['step']} {difference}"
-    if last_step == end and end in old.rows and (difference := _difference(old.receipt, new.receipt, "done")):
-        yield f"the result line {difference}"
+    names = [name for name in now if name not in _DESCRIBES_MACHINE]
+    yield from _differences(
+        old.receipt["plan"], now | {"last_step": end}, [*names, "last_step"], "the plan's "
+    )
+    starts = old.starts_after(start)
+    for part in starts:
+        # in exact mode the number of processes may change
+        names = [name for name in _FROM_START if name != "world" or part is starts[-1]]
+        yield from _differences(part, new.starts[-1], names, f"in the start at step {part['step']} ")
+    if last_step == end and end in old.rows:
+        yield from _differences(old.receipt, new.receipt, ["done"], "the result line ")
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any], name: str) -> str:
-    """Return how a field differs, as a phrase, or ""."""
-    if name not in before:
-        return f"is {_ABSENT} in the receipt"
-    if name in now and before[name] == now[name]:
-        return ""
-    then, value = (one_line(fields.get(name, _ABSENT), _SHOWN_LENGTH) for fields in (before, now))
-    return f"is {then} in the receipt and {value} now"
+def _differences(before: dict[str, Any], now: dict[str, Any], names: list[str], where: str) -> Iterator[str]:
+    """Yield how the named fields differ, as phrases."""
+    for name in names:
+        if name not in before or name not in now or before[name] != now[name]:
+            then, value = (one_line(fields.get(name, "missing"), 100) for fields in (before, now))
+            yield f"{where}{one_line(name, 100)} is {then} in the receipt and {value} now"
 
 
-def _trace_difference(old: RunFolder, new: RunFolder, start: int, last: int) -> str:
-    """Return the first row of the traces that differs, as a phrase, or ""."""
+def _trace_differences(old: RunFolder, new: RunFolder, start: int, last: int) -> Iterator[str]:
+    """Yield each step whose rows of the traces differ, as a phrase."""
     if not old.trace.exists():
-        return ""
-    traces = (read(folder.trace) for folder in (old, new))
+        return
     rows, new_rows = (
-        (row for row, _ in trace if row.get("step") not in range(start + 1)) for trace in traces
+        (row for row, _ in read(folder.trace) if row.get("step") not in range(start + 1))
+        for folder in (old, new)
     )
     for step in range(start + 1, last + 1):
         row, now = next(rows, {}), next(new_rows, {})
         if now != row:
-            kind = (
-                "other samples" if row.get("ids") != now.get("ids") else "the same samples with other pixels"
-            )
-            return f"the first batch to differ from trace.jsonl is that of step {step}, {kind}"
-    return ""
+            same = row.get("ids") == now.get("ids")
+            kind = "the same samples with other pixels" if same else "other samples"
+            yield f"the first batch to differ from trace.jsonl is that of step {step}, {kind}"
 
 
-def _first_tensor(pairs: Iterator[tuple[int, dict[str, str], dict[str, str]]]) -> str:
-    """Return the first tensor that differs, as a phrase, or "".
-
-    pairs: for each step, a digest of each tensor of the run and of the repetition, by name.
-    """
-    for step, old, new in pairs:
+def _first_tensor(digests: Iterator[Digests]) -> list[str]:
+    """Return the first tensor that differs, as a list of one phrase, or []."""
+    for step, old, new in digests:
         different = [name for name in old | new if old.get(name) != new.get(name)]
         if different:
             count = f"{len(different)} of {len(old | new)} differ"
-            return f"at step {step} the first tensor to differ is {different[0]} ({count})"
-    return ""
+            return [f"at step {step} the first tensor to differ is {different[0]} ({count})"]
+    return []
 
 
-def _tensor_digests(path: Path) -> dict[str, str]:
+def _digests(path: Path) -> dict[str, str]:
     """Return the digest of each tensor of a checkpoint, by dotted name, in the model's order."""
     from torch import Tensor
 
     from pipeline.model.weights import weights_digest
     from pipeline.record.checkpoint import decode
 
-    def digests(tree: Any, name: str) -> Iterator[tuple[str, str]]:
+    found = {}
+
+    def add(tree: Any, name: str) -> None:
         if isinstance(tree, Tensor):
-            yield name, weights_digest({"": tree})
+            found[name] = weights_digest({"": tree})
         for key, child in tree.items() if isinstance(tree, dict) else ():
-            yield from digests(child, f"{name}.{key}")
+            add(child, f"{name}.{key}")
 
     contents = decode(read_verified(path), path)
-    return {
-        name: digest
-        for part in ("model", "average", "optimizer")
-        for name, digest in digests(contents[part], part)
-    }
+    for part in ("model", "average", "optimizer"):
+        add(contents[part], part)
+    return found
 
 
-def _checksums(rows: list[dict[str, Any]], new: Run) -> Iterator[tuple[int, dict[str, str], dict[str, str]]]:
+def _checksums(rows: list[dict[str, Any]], new: Run) -> Iterator[Digests]:
     """Yield the CRC-32 of each tensor by name, of evaluations that have them in both runs."""
     from pipeline.model.trained import eval_weights
     from pipeline.record.checkpoint import read_model

@@ -1,9 +1,8 @@
 """`pipeline doctor`: report what would go wrong here, without training.
 
-By hand it checks the request and the machine, and with --sanity the recipe. As the preflight of a
-node, in a rehearsal or on a cluster, it runs only the checks of a start, because the other nodes
-wait for a node that is replaced. A problem that training can work around is reported but does not
-fail.
+By hand it checks the request and the machine. As the preflight of a node, in a rehearsal or on a
+cluster, it runs only the checks of a start, because the other nodes wait for a node that is
+replaced. A problem that training can work around is reported but does not fail.
 """
 
 import json
@@ -13,8 +12,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from pipeline import errors, world
 from pipeline.addons.mlflow import tracker
@@ -36,212 +36,184 @@ from pipeline.record.journal import last_event
 from pipeline.world import World
 
 _NAMES_TIMEOUT_S = 60
-_WARNINGS = (
-    "CPUs", "memory", "shared disk", "decoding", "loader", "all-reduce", "artifacts", "initial loss", "one batch",
-    "shuffled",
-)  # fmt: skip
-"""Checks whose failure ends no start."""
-
-Checks = Iterator[tuple[str, Callable[[], str]]]
-"""Name and function of each check, which returns a line for the user or raises a RunError."""
+_FRESH_START = "a fresh start"
+T = TypeVar("T")
 
 
 def examine(
-    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *,
-    as_json: bool, sanity: bool, gpu_images_per_s: int | None = None,
-) -> str | int:  # fmt: skip
+    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool
+) -> str | int:
     """Run all checks, print a line after each; raise the error that a start here would end with.
 
     Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
     can run during training. Sizes not given come from the node's environment (`deploy.node`); the
-    default is one process on one node. gpu_images_per_s: see `machine.check_loader_feeds_gpus`.
+    default is one process on one node.
     """
     nodes = num_nodes or _nodes_from_environment()
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
-    with tempfile.TemporaryDirectory() as scratch:
-        doctor = Doctor(world.from_environment().resized(processes, nodes), Path(scratch), gpu_images_per_s)
-        for name, check in doctor.checks(recipe, overrides, sanity=sanity):
-            finding = doctor.run(name, check)
-            if not as_json:
-                remedy = f": {finding['remedy']}" if finding["remedy"] else ""
-                _log(f"{'ok ' if finding['ok'] else 'BAD'} {name:<12} {finding['line']}{remedy}")
+    here = world.from_environment().resized(processes, nodes)
+    findings = Findings(is_quiet=as_json)
+    config = findings.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
+    if config:
+        with tempfile.TemporaryDirectory() as scratch:
+            _check_request(findings, config, here, Path(scratch))
     if as_json:
-        print(json.dumps({"findings": doctor.findings}))
-    if doctor.error:
-        raise doctor.error
+        print(json.dumps({"findings": findings.rows}))
+    if findings.error:
+        raise findings.error
     return errors.OK if as_json else f"{recipe} can run here"
 
 
-class Doctor:
-    """The checks of a request on this machine, and what they have found so far."""
+class Findings:
+    """What the checks have found so far."""
 
-    config: Config
-    folder: RunFolder
-    run_folder: RunFolder
-    """`folder`, or the state of the run in its mirror, which a start would restore."""
-
-    def __init__(self, here: World, scratch: Path, gpu_images_per_s: int | None) -> None:
-        self.here, self.scratch, self.gpu_images_per_s = here, scratch, gpu_images_per_s
-        self.source: Source | None = None
-        self.plan: Plan | None = None
-        self.is_resumed: bool | None = None
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self.rows: list[dict[str, object]] = []
         self.error: RunError | None = None
         """The most severe error that ends a start."""
-        self.findings: list[dict[str, object]] = []
 
-    def run(self, name: str, check: Callable[[], str]) -> dict[str, object]:
-        """Run a check, and return its finding."""
+    def check(
+        self, name: str, check: Callable[[], T], text: Callable[[T], str] = str, *, is_warning: bool = False
+    ) -> T | None:
+        """Run a check; return its result, or None if it raised a RunError.
+
+        text: makes a line for the user of the result. is_warning: a failure ends no start.
+        """
+        result = None
         try:
-            finding = {"check": name, "ok": True, "line": check(), "remedy": ""}
+            result = check()
+            row = {"check": name, "ok": True, "line": text(result), "remedy": ""}
         except RunError as error:
-            finding = {"check": name, "ok": False, "line": error.problem, "remedy": error.remedy}
-            is_warning = name in _WARNINGS or (name == "MLflow" and not self.config.track.required)
+            row = {"check": name, "ok": False, "line": error.problem, "remedy": error.remedy}
             if not is_warning and (self.error is None or isinstance(self.error, TemporaryError)):
                 self.error = error  # a permanent error outweighs a temporary one
-        self.findings.append(finding)
-        return finding
+        self.rows.append(row)
+        if not self._is_quiet:
+            remedy = f": {row['remedy']}" if row["remedy"] else ""
+            _log(f"{'ok ' if row['ok'] else 'BAD'} {name:<12} {row['line']}{remedy}")
+        return result
 
-    def checks(self, recipe: str, overrides: list[str], *, sanity: bool) -> Checks:
-        """Yield each check: those of a start in their order, then those of a node or a machine.
 
-        Each runs before the next is chosen, so a check that needs what another has found is left
-        out if that failed.
-        """
-        yield "recipe", lambda: self._load(recipe, overrides)
-        if self.error:
-            return
-        yield from self._of_start()
-        if "PET_NPROC_PER_NODE" in os.environ:  # set in every node of a job
-            yield from self._of_node()
-        else:
-            yield from self._of_machine()
-        if sanity and self.source and self.plan and not self.error:
-            from pipeline.addons.ops.sanity import SanityChecks
+def _check_request(findings: Findings, config: Config, here: World, scratch: Path) -> None:
+    """Run the checks of a start in their order, then those of a node or a machine.
 
-            brief = SanityChecks(self.config, self.plan, self.source, self.here)
-            yield "initial loss", brief.check_initial_loss
-            yield "one batch", brief.check_one_batch_overfits
-            yield "shuffled", brief.check_shuffled_labels_give_chance
-
-    def _of_start(self) -> Checks:
-        config, here = self.config, self.here
-        yield "run folder", lambda: request.check_run_folder_is_writable(config, self.folder)
-        if config.checkpoint.mirror:
-            yield "mirrored run", self._look_into_mirror
-        yield "last start", lambda: request.check_previous_start_did_not_fail(config, here, self.run_folder)
-        yield "device", lambda: request.check_device(config, here)
-        yield "data", self._open_data
-        if (source := self.source) and is_bucket(config.data.root):
-            yield "data store", lambda: store.check_reads(source.train)
-        if place := config.checkpoint.mirror:
-            yield "mirror", lambda: store.check_mirror(Store(place))
-        if self.source:
-            yield "plan", self._make_plan
-            yield "resume", self._check_resume
-        if self.plan and self.is_resumed is not None:
-            yield "model", self._check_model
-        yield "GPUs", self._check_gpus
-
-    def _of_node(self) -> Checks:
-        """Yield the checks of a node: the others' names, and a tracker, which may still start."""
-        end = last_event(self.run_folder.journal)
-        is_finished = self.plan and end.get("status") == "FINISHED" and end["step"] >= self.plan.last_step
-        done_line = end["line"] if is_finished and not self.error else ""
-        endpoint = os.environ.get("PET_RDZV_ENDPOINT")
-        if self.here.size > self.here.local_size and endpoint and not done_line:
-            yield "names", lambda: check_names_resolve(endpoint)
-        yield "MLflow", lambda: tracker.check_server_answers(self.config, self.folder)
-        file = os.environ.get("PIPELINE_FINISHED")
-        if file and done_line and not self.error:  # the rendezvous of this node then waits for no other
-            _log(f"the run is finished: {done_line}")
-            Path(file).write_text(done_line, encoding="utf-8")
-
-    def _of_machine(self) -> Checks:
-        """Yield the checks of the tracker and this machine. Errors in the request end them."""
-        config, folder, here = self.config, self.folder, self.here
-        yield "MLflow", self._check_tracker
-        has_tracker = self.findings[-1]["ok"]
-        yield "CPUs", lambda: machine.check_cpu_per_process(here)
-        source, plan = self.source, self.plan
-        if self.error or not source or not plan:
-            return
-        yield "memory", lambda: machine.check_memory(plan)
-        yield "shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here)
-        yield "disk space", lambda: machine.check_disk_space(config, plan, folder)
-        yield "decoding", lambda: machine.check_images_decode(source)
-        rate = self.gpu_images_per_s
-        if rate or here.uses_gpu(config.run.device):
-            yield "loader", lambda: machine.check_loader_feeds_gpus(config, plan, source, here, rate)
-        yield "all-reduce", lambda: machine.check_all_reduce(config, here)
-        if has_tracker:
-            yield "artifacts", lambda: tracker.check_server_stores_files(config, folder)
-
-    def _load(self, recipe: str, overrides: list[str]) -> str:
-        self.config = load(recipe, overrides)
-        self.folder = self.run_folder = RunFolder(self.config.run_dir)
-        return self.config.recipe
-
-    def _look_into_mirror(self) -> str:
-        place = str(self.config.checkpoint.mirror)
-        resume, copy = self.config.run.resume, self.scratch / "run"
-        self.run_folder = restore.view(Store(place), self.folder, resume, copy, _log)
-        if self.run_folder is self.folder:
-            return f"{place} has nothing newer than {self.folder.path}"
-        return f"{place} has the newest state"
-
-    def _open_data(self) -> str:
-        uncached = self.config.replacing("data", cache=None)  # a check must not write to it
-        self.source = request.open_data(uncached, self.run_folder)
-        return self.source.size.describe()
-
-    def _make_plan(self) -> str:
-        assert self.source
-        self.plan = make_plan(self.config, self.here, self.source.size)
-        return f"\n{table(self.plan)}"
-
-    def _check_resume(self) -> str:
-        """Check that a start here can resume, and return what it resumes from."""
-        config, run = self.config, self.run_folder
-        assert self.source
-        request.check_config_is_compatible(config, run)
-        if run is self.folder and run.lock.is_held():
-            self.is_resumed = True
-            return "config is compatible with the run in training now"
-        from pipeline.train.resume import find  # imports torch
-
-        if run is not self.folder:  # a start restores it, and then resumes from the folder
-            config = config.replacing("run", resume="auto")
-        found = find(config, run, self.source, _log)
-        self.is_resumed = found is not None
-        if found is None:
-            return "a fresh start"
-        if run is self.folder:
-            return f"config is compatible with the existing run; resumes from {found.path}"
-        return (
-            f"config is compatible with the run in {config.checkpoint.mirror}; resumes from {found.path.name}"
+    A check that needs what another has found is left out if that failed.
+    """
+    check, mirror = findings.check, config.checkpoint.mirror
+    folder = run_folder = RunFolder(config.run_dir)
+    check("run folder", lambda: request.check_run_folder_is_writable(config, folder))
+    if mirror:
+        newest = check(
+            "mirrored run",
+            lambda: restore.view(Store(mirror), folder, config.run.resume, scratch / "run", _log),
+            lambda found: f"the newest state is in {folder.path if found is folder else mirror}",
         )
+        run_folder = newest or folder
+    check("last start", lambda: request.check_previous_start_did_not_fail(config, here, run_folder))
+    check("device", lambda: request.check_device(config, here))
+    uncached = config.replacing("data", cache=None)  # a check must not write to it
+    source = check(
+        "data", lambda: request.open_data(uncached, run_folder), lambda found: found.size.describe()
+    )
+    if source and is_bucket(config.data.root):
+        check("data store", lambda: store.check_reads(source.train))
+    if mirror:
+        check("mirror", lambda: store.check_mirror(Store(mirror)))
+    plan = resume = None
+    if source:
+        plan = check("plan", lambda: make_plan(config, here, source.size), lambda found: f"\n{table(found)}")
+        resume = check("resume", lambda: _check_resume(config, folder, run_folder, source))
+    if plan and resume:
+        check("model", lambda: _check_model(config, plan, here, is_resumed=resume != _FRESH_START))
+    check("GPUs", lambda: _check_gpus(config, here))
+    if "PET_NPROC_PER_NODE" in os.environ:  # set in every node of a job
+        _check_node(findings, config, here, run_folder, plan)
+    else:
+        _check_machine(findings, config, here, source, plan)
 
-    def _check_model(self) -> str:
-        from pipeline.addons.ops.model import check_model_builds
 
-        assert self.plan
-        check_model_builds(self.config, self.plan, self.here, is_resumed=bool(self.is_resumed))
-        return self.config.model.arch
+def _check_node(
+    findings: Findings, config: Config, here: World, run_folder: RunFolder, plan: Plan | None
+) -> None:
+    """Check the other nodes' names, and the tracker, which may still start."""
+    end = last_event(run_folder.journal)
+    is_finished = plan and end.get("status") == "FINISHED" and end["step"] >= plan.last_step
+    done_line = end["line"] if is_finished and not findings.error else ""
+    endpoint = os.environ.get("PET_RDZV_ENDPOINT")
+    if here.size > here.local_size and endpoint and not done_line:
+        findings.check("names", lambda: check_names_resolve(endpoint))
+    _check_tracker(findings, config)
+    file = os.environ.get("PIPELINE_FINISHED")
+    if file and done_line and not findings.error:  # the rendezvous of this node then waits for no other
+        _log(f"the run is finished: {done_line}")
+        Path(file).write_text(done_line, encoding="utf-8")
 
-    def _check_gpus(self) -> str:
-        if not self.here.has_gpu:
-            return "no GPU is visible; training on CPU"
-        from pipeline.device import choose_device  # imports torch
 
-        return f"torch can use {choose_device(self.config, self.here)}"
+def _check_machine(
+    findings: Findings, config: Config, here: World, source: Source | None, plan: Plan | None
+) -> None:
+    """Check the tracker and this machine. Errors in the request end it."""
+    folder, has_tracker = RunFolder(config.run_dir), _check_tracker(findings, config, is_started=True)
 
-    def _check_tracker(self) -> str:
+    def warn(name: str, check: Callable[[], str]) -> None:
+        findings.check(name, check, is_warning=True)
+
+    warn("CPUs", lambda: machine.check_cpu_per_process(here))
+    if findings.error or not source or not plan:
+        return
+    warn("memory", lambda: machine.check_memory(plan))
+    warn("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here))
+    findings.check("disk space", lambda: machine.check_disk_space(config, plan, folder))
+    warn("decoding", lambda: machine.check_images_decode(source))
+    warn("all-reduce", lambda: machine.check_all_reduce(config, here))
+    if has_tracker:
+        warn("artifacts", lambda: tracker.check_server_stores_files(config, folder))
+
+
+def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, source: Source) -> str:
+    """Check that a start here can resume, and return what it resumes from."""
+    request.check_config_is_compatible(config, run_folder)
+    if run_folder.lock.is_held():
+        return "config is compatible with the run in training now"
+    from pipeline.train.resume import find  # imports torch
+
+    place = str(folder.path)
+    if run_folder is not folder:  # a start restores it, and then resumes from the folder
+        place, config = str(config.checkpoint.mirror), config.replacing("run", resume="auto")
+    found = find(config, run_folder, source, _log)
+    if not found:
+        return _FRESH_START
+    return f"config is compatible with the run in {place}; resumes from {found.path.name}"
+
+
+def _check_model(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> str:
+    from pipeline.addons.ops.model import check_model_builds
+
+    check_model_builds(config, plan, here, is_resumed=is_resumed)
+    return config.model.arch
+
+
+def _check_gpus(config: Config, here: World) -> str:
+    if not here.has_gpu:
+        return "no GPU is visible; training on CPU"
+    from pipeline.device import choose_device  # imports torch
+
+    return f"torch can use {choose_device(config, here)}"
+
+
+def _check_tracker(findings: Findings, config: Config, *, is_started: bool = False) -> bool:
+    """Check the MLflow server; return True if it answers. is_started: it should be there by now."""
+
+    def check() -> str:
         try:
-            return tracker.check_server_answers(self.config, self.folder)
+            return tracker.check_server_answers(config, RunFolder(config.run_dir))
         except TemporaryError as error:
-            if self.config.track.required:  # as `train` does
+            if is_started and config.track.required:  # as `train` does
                 raise RequestError(f"track.required=true, and {error.problem}", error.remedy) from None
             raise
+
+    return findings.check("MLflow", check, is_warning=not config.track.required) is not None
 
 
 def _log(text: str) -> None:
@@ -268,19 +240,18 @@ def check_names_resolve(endpoint: str) -> str:
     Waits up to a minute: Kubernetes gives pods their names one after another.
     """
     deadline = time.monotonic() + _NAMES_TIMEOUT_S
-    addresses: dict[str, str] = {}
+    found = []
     for name in (socket.getfqdn(), endpoint.rpartition(":")[0] or endpoint):
-        while name not in addresses:
+        while True:
             try:
-                addresses[name] = socket.gethostbyname(name)
+                found.append(f"{name} is {socket.gethostbyname(name)}")
+                break
             except OSError as error:
                 if time.monotonic() > deadline:
-                    problem = (
-                        f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
-                    )
+                    problem = f"the host name {name} does not resolve ({error.strerror})"
                     remedy = (
-                        "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                        "look at the Service (publishNotReadyAddresses, selector) and the pod's subdomain"
                     )
                     raise TemporaryError(problem, remedy) from None
                 time.sleep(1)
-    return ", ".join(f"{name} is {address}" for name, address in addresses.items())
+    return ", ".join(found)

@@ -13,27 +13,24 @@ from pipeline.errors import nearest
 
 def describe_keys(width: int = 80) -> str:
     """Return the help text: by section, each key with its default, meaning and allowed values."""
-    blocks: dict[str, list[str]] = {}
+    lines, before = [], ""
     for key, (schema, default) in all_keys().items():
-        if key != "recipe":
-            text = " ".join(schema["description"].split())
-            value = "none" if default is None and "none: " in text else show(default)
-            lines = [
-                *textwrap.wrap(text, width - 6),
-                *textwrap.wrap(f"Allowed: {_allowed(schema)}.", width - 6),
-            ]
-            section = key.partition(".")[0] if "." in key else "top level"
-            blocks.setdefault(section, []).append("\n      ".join([f"  {key}={value}", *lines]))
-    return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
+        section = key.partition(".")[0] if "." in key else "top level"
+        if key == "recipe":
+            continue
+        if section != before:
+            lines += ["", f"{section}:"] if before else [f"{section}:"]
+        before, text = section, " ".join(schema["description"].split())
+        lines.append(f"  {key}={'none' if default is None and 'none: ' in text else show(default)}")
+        for paragraph in (text, f"Allowed: {_allowed(schema)}."):
+            lines += [f"      {line}" for line in textwrap.wrap(paragraph, width - 6)]
+    return "\n".join(lines)
 
 
 def explain(error: Any) -> tuple[str, str]:
     """Return problem and remedy of an error of pydantic: the key, its value, the allowed values."""
-    location, given, cause = (
-        [str(part) for part in error["loc"]],
-        error["input"],
-        error.get("ctx", {}).get("error"),
-    )
+    location, given = [str(part) for part in error["loc"]], error["input"]
+    cause = error.get("ctx", {}).get("error")
     key = ".".join(location[:2])  # without the place in a list
     if isinstance(cause, UnicodeEncodeError) or (error["type"] == "string_unicode" and key in all_keys()):
         problem = f"{key}={show(given)} is not {sys.getfilesystemencoding()} text, as this locale needs"
@@ -57,11 +54,9 @@ def _unknown_key(key: str, given: object) -> str:
     while isinstance(given, dict) and given:  # if the whole section is unknown, name the first key in it
         inner, given = next(iter(given.items()))
         key = f"{key}.{inner}"
-    if key in all_keys():  # a dotted key in YAML
+    if key in all_keys():
         section, _, name = key.partition(".")
-        return (
-            f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
-        )
+        return f"'{key}: …' is not allowed in a recipe: write '{section}: {{{name}: …}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
     return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
 
@@ -103,8 +98,5 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number in decimal, or as a power of two if it is large: 2^40, 2^63−1."""
-    if value <= 10**9:
-        return f"{value:.12g}"
-    exponent = int(value).bit_length()
-    return f"2^{exponent - 1}" if value == 1 << exponent - 1 else f"2^{exponent}−1"
+    """Return a number in decimal, or a seed's maximum as a power of two."""
+    return "2^63−1" if value == 2**63 - 1 else f"{value:.16g}"

@@ -1,23 +1,18 @@
-"""Checks of this machine: CPUs, memory, disk, image decoding, loader, all-reduce.
+"""Checks of this machine: CPUs, memory, disk, image decoding, all-reduce.
 
 Each returns a line for the user, or raises a RunError whose message ends with what to do. A check
 takes a second or two, and leaves no file. None communicates with ranks on other machines.
 """
 
-import math
 import os
-import re
 import shutil
+import subprocess
 import tempfile
-import time
-from dataclasses import replace
-from pathlib import Path
 
 from pipeline import machine
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError, summary
-from pipeline.operate.request import open_data
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
@@ -26,16 +21,14 @@ _GIB = 2**30
 _PROCESS_BYTES, _WORKER_BYTES = _GIB, _GIB // 4
 """Memory of a CPU process with torch, and of a loader worker without its batches (measured)."""
 _SAMPLES = 8
-_TIMED_IMAGES = 32
-_LOCAL_FILE_SYSTEMS = ("ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "f2fs")
+_LOCAL_FILE_SYSTEMS = ("ext2/ext3", "xfs", "btrfs", "zfs", "overlayfs", "tmpfs", "f2fs")
+"""As stat(1) names them; ext4 has the name of its predecessors."""
 
 
 def check_cpu_per_process(here: World) -> str:
     """Check that there is at least one CPU for each process."""
     if here.cpus < here.local_size:
-        remedy = (
-            "start fewer, or give the container more (its quota and affinity count, not the host's number)"
-        )
+        remedy = "start fewer, or give the container more (its quota and affinity count)"
         raise RequestError(f"{here.local_size} processes share {here.cpus} CPUs", remedy)
     return f"{here.cpus} available, {here.local_size} needed"
 
@@ -57,30 +50,16 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
 
     It need not be if checkpoint.mirror has the checkpoints for a start on another machine.
     """
-    if here.size == here.local_size:
-        return "one machine: run.dir need not be shared"
-    if config.checkpoint.mirror:
-        return "run.dir need not be shared: checkpoint.mirror has a copy of its checkpoints"
+    if here.size == here.local_size or config.checkpoint.mirror:
+        return "run.dir need not be shared: there is one machine, or checkpoint.mirror"
     place = folder.nearest_existing()
-    kind = _file_system(place)
+    command = ["stat", "--file-system", "--format=%T", str(place)]
+    kind = subprocess.run(command, capture_output=True, encoding="utf-8", check=False).stdout.strip()
     if kind in _LOCAL_FILE_SYSTEMS:
         problem = f"run.dir is on {kind} at {place}, which only this machine can see"
-        result = "if rank 0 restarts on another machine, it finds no checkpoint"
         remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), or set checkpoint.mirror=s3://bucket/prefix"
-        raise TemporaryError(f"{problem}; {result}", remedy)
-    return f"{place} is on {kind}"
-
-
-def _file_system(place: Path) -> str:
-    """Return the type of the file system that holds `place`, such as ext4 or nfs4."""
-    real, kinds = Path(os.path.realpath(place)), dict[Path, str]()
-    for line in (
-        Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n")
-    ):
-        mount, _, details = line.partition(" - ")
-        name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
-        kinds[Path(name)] = details.split()[0]  # of two mounts on one folder the later one is seen
-    return next((kinds[folder] for folder in (real, *real.parents) if folder in kinds), "unknown")
+        raise TemporaryError(f"{problem}: rank 0 on another machine would find no checkpoint", remedy)
+    return f"{place} is on {kind or 'an unknown file system'}"
 
 
 def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
@@ -106,67 +85,15 @@ def check_images_decode(source: Source) -> str:
     from pipeline.data.images import BadImageError, decode, jpeg_decoder
     from pipeline.data.interface import UnreadableError
 
-    defects: list[str] = []
     for images in (source.train, source.val):
         count = min(_SAMPLES, len(images))
         for sample in [i * len(images) // count for i in range(count)]:
             try:
                 decode(images.read(sample), upright=images.upright)
             except (BadImageError, UnreadableError) as error:
-                defects.append(f"{images.name(sample)} ({error})")
-    if defects:
-        problem = (
-            f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
-        )
-        raise StorageError(problem, "list all with 'pipeline data check'")
+                problem = f"{images.name(sample)} cannot be decoded ({error})"
+                raise StorageError(problem, "list all such images with 'pipeline data check'") from None
     return f"{_SAMPLES} images of each split, JPEG by {jpeg_decoder()}"
-
-
-def check_loader_feeds_gpus(
-    config: Config, plan: Plan, source: Source, here: World, gpu_images_per_s: int | None
-) -> str:
-    """Check that these cores make as many training images as the GPUs of this machine train.
-
-    gpu_images_per_s: images/s that one GPU trains; None: only say what a core makes. The images are
-    those of the last step, and are read twice: the second time, which counts, without the disk.
-    Raises OutageError if the storage fails.
-    """
-    import torch
-
-    from pipeline.data.loader import TrainBatches
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in a loader worker
-    small = replace(plan, micro_batch=min(_TIMED_IMAGES, plan.global_batch), accumulate=1)
-    batches = TrainBatches(source.train, config, small, 0)
-    for _ in range(2):
-        start = time.process_time()
-        batch = batches[plan.total_steps - 1]
-        speed = len(batch.labels) / (time.process_time() - start)
-    torch.set_num_threads(threads)
-    if batch.outage:
-        raise batch.outage
-    made = f"a core makes {speed:,.0f} images/s of {plan.image_size} px"
-    if not gpu_images_per_s:
-        return f"{made}; --gpu-images-per-s N tells how many cores N images/s of a GPU need"
-    needed = math.ceil(gpu_images_per_s * here.local_size / speed)
-    wanted = f"{here.local_size} × {gpu_images_per_s:,} images/s"
-    if needed > here.cpus:
-        pack = "a pack of smaller images" if config.data.source == "pack" else "a pack"
-        remedy = f"use more cores for each GPU, or {pack} ('pipeline data pack')"
-        raise RequestError(f"{made}, so {wanted} need {needed:,} cores, and here are {here.cpus}", remedy)
-    return f"{made}, so {wanted} take {needed} of {here.cpus} cores"
-
-
-def loader_row(config: Config, plan: Plan, here: World, gpu_images_per_s: int) -> str:
-    """Return the table's row about the cores that feed the GPUs, which it measures here."""
-    uncached = config.replacing("data", cache=None)  # a check must not write to it
-    source = open_data(uncached, RunFolder(config.run_dir))
-    try:
-        line = check_loader_feeds_gpus(config, plan, source, here, gpu_images_per_s)
-    except RequestError as error:
-        line = f"too few cores: {error}"
-    return f"  loader         {line}"
 
 
 def check_all_reduce(config: Config, here: World) -> str:

@@ -40,7 +40,7 @@ def check_model_builds(
     model = check_model_exists(config, plan.num_classes)
     parameter_groups(model, config.optimizer.weight_decay)
     if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
-        check_weights_have_gradients(config.model, plan.num_classes, model, plan.bn_batch, plan.first_size)
+        _check_weights_have_gradients(config.model, plan, model)
     if config.is_deterministic_on_gpus and here.uses_gpu(config.run.device):
         check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
     if config.parallel == "fsdp":
@@ -63,27 +63,22 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
 
     sizes: the sides of the training images, in ascending order.
 
-    A model that needs values, as one of your own may, is tried with two images on the CPU. Raises
-    RequestError if there is no such model, if the images or the batch are too small for it, or if
-    it does not return logits, [B, classes].
+    Raises RequestError if there is no such model, if the images or the batch are too small for it,
+    or if it does not return logits, [B, classes].
     """
-    hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
     smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
-    passes = [(batch, sizes[0], f"raise {smallest}{hint}")]
-    passes += [(batch, side, f"set augment.size={sizes[0]}") for side in sizes[1:]]
-    passes.append((2, eval_size, f"raise evaluate.size{hint}"))
-    for images, side, remedy in passes:
+    passes = [(smallest, batch, side) for side in sizes] + [("evaluate.size", 2, eval_size)]
+    for key, images, side in passes:
         try:
-            logits = _try_pass(
-                options, num_classes, images, side, is_training=(images, side, remedy) != passes[-1]
-            )
+            with torch.no_grad():
+                _, logits = _try_pass(options, num_classes, images, side, is_training=key == smallest)
         except RequestError:
             raise
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
             raise RequestError(
                 f"{options.arch} cannot take passes of {images} images of {side} px ({one_line(error, 300)})",
-                f"{remedy}, or have more images in a pass (batch.global,"
-                " batch.accumulate, exact.shards, number of processes)",
+                f"raise {key}{' or set model.args.img_size' if options.arch.startswith('timm/') else ''}, or have more"
+                " images in a pass (batch.global, batch.accumulate, exact.shards, number of processes)",
             ) from None
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if found not in [(images, num_classes), (min(images, 2), num_classes)]:
@@ -94,14 +89,21 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
             )
 
 
-@torch.no_grad()
-def _try_pass(options: Model, num_classes: int, images: int, side: int, *, is_training: bool) -> Any:
+def _try_pass(
+    options: Model, num_classes: int, images: int, side: int, *, is_training: bool
+) -> tuple[nn.Module, Any]:
+    """Return the model and what it returns for zeros, on the meta device.
+
+    A model that needs values, as one of your own may, gets two images on the CPU.
+    """
     try:
-        return _forward(meta_model(options, num_classes).train(is_training), images, side)
+        model = meta_model(options, num_classes).train(is_training)
+        return model, _forward(model, images, side)
     except Exception:
         if not is_function(options.arch):
             raise
-        return _forward(build(options, num_classes).train(is_training), min(images, 2), side)
+    model = build(options, num_classes).train(is_training)
+    return model, _forward(model, min(images, 2), side)
 
 
 def _forward(model: nn.Module, images: int, side: int) -> Any:
@@ -122,38 +124,30 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
         if not is_function(arch):
             raise
         return  # a model that needs values: torch itself refuses the layer, in the first backward pass
-    seen = set(nodes)
+    seen = set()
     while nodes:
         node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
         layer = node.name().removesuffix("Backward0")
         if layer in _NOT_DETERMINISTIC:
             raise RequestError(
                 f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time",
                 "choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu",
             )
-        new = {before for before, _ in node.next_functions if before} - seen
-        seen |= new
-        nodes += new
+        nodes += [before for before, _ in node.next_functions]
 
 
-def check_weights_have_gradients(
-    options: Model, num_classes: int, model: nn.Module, batch: int, size: int
-) -> None:
-    """Check that each trained weight of `model`, on the meta device, takes part in a training pass.
+def _check_weights_have_gradients(options: Model, plan: Plan, model: nn.Module) -> None:
+    """Raise RequestError if a trained weight of `model` takes no part in a training pass.
 
-    DDP waits for every gradient. Raises RequestError if the gradient of a weight never comes.
+    DDP waits for every gradient, and reports itself if there is none at all.
     """
-    used = model
-    try:
-        _forward(model.train(), batch, size).sum().backward()
-    except Exception:
-        try:  # a model that needs values
-            used = build(options, num_classes).train()
-            _forward(used, min(batch, 2), size).sum().backward()
-        except (
-            Exception
-        ):  # a model that needs values and more images: DDP itself reports a gradient that never comes
-            return
+    used, logits = _try_pass(options, plan.num_classes, plan.bn_batch, plan.first_size, is_training=True)
+    if not logits.requires_grad:
+        return
+    logits.sum().backward()
     missing = {name for name, param in used.named_parameters() if param.grad is None}
     unused = [name for name, param in model.named_parameters() if param.requires_grad and name in missing]
     if unused:

@@ -1,14 +1,11 @@
 """The plan as people read it: one row per quantity, with the arithmetic behind it."""
 
 import math
-from collections.abc import Sequence
 
 from pipeline.addons.shard.plan import fsdp_slices
 from pipeline.config.schema import Config
 from pipeline.errors import count_of, mib
 from pipeline.plan import Plan, Resources
-
-_MAX_BALANCE_ROWS = 20
 
 
 def table(plan: Plan) -> str:
@@ -21,44 +18,43 @@ def table(plan: Plan) -> str:
 def rows(plan: Plan) -> dict[str, str]:
     """Return the plan's quantities by name, with the arithmetic behind them."""
     nodes = plan.world // plan.local_world
-    left_out = plan.train_images % plan.global_batch
     epochs = plan.last_step / plan.steps_per_epoch
     total = f" of {plan.total_steps:,}" if plan.last_step < plan.total_steps else ""
     growth = ""
     if plan.first_size < plan.image_size:
         growth = f", {plan.first_size} px up to epoch {plan.grows_from:g}, growing until {plan.grows_until:g}"
-    rest = f"{left_out:,} images left out, different ones each epoch"
+    rest = f"{plan.train_images % plan.global_batch:,} images left out, different ones each epoch"
     if plan.balance != "none":
         rest = f"images drawn with replacement, data.balance={plan.balance}"
     repeats = f", {plan.repeats} views of each in a batch" if plan.repeats > 1 else ""
     warmup = f", {plan.warmup_steps:,} steps of warm-up" if plan.warmup_steps else ""
-    rows = {
+    stages = (
+        f"{plan.world} = {plan.world // plan.stages} × {plan.stages} (copies × stages); a copy's pass of"
+        f" {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch} (micro-batches × images)"
+    )
+    named = {
         "data": plan.describe(),
         "world": f"{count_of(plan.world, 'process', 'es')} on {count_of(nodes, 'node')},"
         f" {count_of(plan.threads, 'thread')} each",
         "batch": f"{plan.global_batch} = {plan.world} × {plan.accumulate} × {plan.micro_batch}"
         " (processes × accumulation × images a pass)",
-        "stages": f"{plan.world} = {plan.world // plan.stages} × {plan.stages} (copies × stages); a copy's pass"
-        f" of {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
-        " (micro-batches × images)",
+        "stages": stages if plan.stages > 1 else "",
         "workers": f"{plan.workers} a process = ⌈{plan.workers_per_node} a node / {plan.local_world}⌉,"
         f" {mib(plan.prefetch_bytes)} of batches ready on a node",
         "epoch": f"{plan.steps_per_epoch:,} steps = ⌊{plan.train_images:,} / {plan.global_batch}⌋ ({rest})",
         "steps": f"{plan.last_step:,}{total} ({epochs:.4g} epochs)",
         "images": f"{plan.image_size} px{growth}{repeats}; {plan.eval_size} px in validation",
         "compiled": ("yes: " if plan.compiles else "no: ") + plan.compile_reason,
-        "portable": ("yes: " if plan.is_portable else "no: ") + plan.portable_reason,
+        "portable": ("yes: " if plan.is_portable else "no: ") + plan.portable_reason
+        if plan.portable_reason
+        else "",
         "learning rate": f"{plan.peak_lr:.6g} = {plan.peak_lr * 256 / plan.global_batch:.6g} ×"
         f" {plan.global_batch} / 256 (optimizer.lr is for 256 images), {plan.schedule}{warmup}",
         "validation": f"every {plan.evaluate_every:,} steps, {math.ceil(plan.val_images / plan.eval_batch):,}"
         f" batches of {plan.eval_batch}, each image once",
         "checkpoint": f"every {plan.checkpoint_every:,} steps",
     }
-    if plan.stages == 1:
-        del rows["stages"]
-    if not plan.portable_reason:
-        del rows["portable"]
-    return rows
+    return {name: text for name, text in named.items() if text}
 
 
 def memory_row(config: Config, parameters: int, plan: Resources) -> str:
@@ -77,26 +73,3 @@ def memory_row(config: Config, parameters: int, plan: Resources) -> str:
         f"{row}, of which a process has about 1/{parts} = {mib(total // parts)}, plus activations; rank 0 has"
         f" {mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
     )
-
-
-def effective_counts(plan: Plan, counts: Sequence[int]) -> list[float]:
-    """Return the expected number of images of each class in an epoch."""
-    images = plan.steps_per_epoch * plan.global_batch
-    return [images * share for share in plan.class_shares(counts)]
-
-
-def balance_rows(plan: Plan, counts: dict[str, int]) -> list[str]:
-    """Return a row for each class, or for the smallest and largest of many.
-
-    counts: training images of each class by its name.
-    """
-    effective = effective_counts(plan, list(counts.values()))
-    by_size = sorted(zip(counts.items(), effective, strict=True), key=lambda row: row[0][1])
-    rows = [
-        f"    {name}: {count_of(count, 'image')}, {drawn:,.1f} an epoch ({drawn / max(1, count):.2f} × each)"
-        for (name, count), drawn in by_size
-    ]
-    if len(rows) > _MAX_BALANCE_ROWS:
-        half = _MAX_BALANCE_ROWS // 2
-        rows[half:-half] = [f"    … {len(rows) - 2 * half:,} classes between them (all: --json)"]
-    return rows

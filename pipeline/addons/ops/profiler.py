@@ -7,8 +7,7 @@ reports, and after the first steps, in which kernels are chosen and compiled.
 
 from collections.abc import Callable
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from pipeline.train.job import Job
 from pipeline.train.listener import Listener, Start, Update
@@ -17,22 +16,18 @@ from pipeline.train.listener import Listener, Start, Update
 class ToProfile(Listener):
     """Has torch's profiler record the steps of `profile.steps`."""
 
-    def __init__(self, job: Job, device: torch.device, log: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, log: Callable[[str], None]) -> None:
         assert job.config.profile.steps
         self._first, self._last = job.config.profile.steps
         self._file, self._log = job.folder.report / f"profile-steps-{self._first}-{self._last}.json.gz", log
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self._profile = profile(activities=activities)
-        self._is_recording = False
+        self._profile: profile | None = None  # a run that resumes in the window records nothing
 
     def started(self, start: Start) -> None:
         self._start_if_due(start.step)
 
     def stepped(self, update: Update) -> None:
         self._start_if_due(update.step)
-        if (
-            update.step == self._last and self._is_recording
-        ):  # a run that resumes in the window records nothing
+        if update.step == self._last and self._profile:
             self._profile.stop()
             try:
                 self._file.parent.mkdir(exist_ok=True)
@@ -43,5 +38,5 @@ class ToProfile(Listener):
 
     def _start_if_due(self, step: int) -> None:
         if step == self._first - 1:
+            self._profile = profile()  # of CPU, and GPU if there is one
             self._profile.start()
-            self._is_recording = True

@@ -24,16 +24,17 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
         "mlflow.source.name": f"pipeline train {recipe}",
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
-        "mlflow.source.git.commit": _build_argument("PIPELINE_COMMIT") or _commit(),
-        "mlflow.docker.image.uri": _build_argument("PIPELINE_IMAGE"),
-        "mlflow.docker.image.id": _build_argument("PIPELINE_IMAGE_ID"),
+        # the build arguments of the image, which are `unknown` if they were not given
+        "mlflow.source.git.commit": os.environ.get("PIPELINE_COMMIT", "").replace("unknown", "") or _commit(),
+        "mlflow.docker.image.uri": os.environ.get("PIPELINE_IMAGE", "").replace("unknown", ""),
+        "mlflow.docker.image.id": os.environ.get("PIPELINE_IMAGE_ID", "").replace("unknown", ""),
         "version": __version__,
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1],
         "torch": torch.__version__,
         **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
         **{name: getattr(sys.modules.get(name), "__version__", None) for name in ("simplejpeg", "timm")},
-        **model_provenance(arch),
+        **_model_provenance(arch),
         "device_type": device.type,
         "device": _cpu_model(),
     }
@@ -45,9 +46,14 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _build_argument(name: str) -> str:
-    """Return a build argument of the container image, or "" if it was not given (`unknown`)."""
-    return os.environ.get(name, "").replace("unknown", "")
+def _model_provenance(arch: str) -> dict[str, str]:
+    """Return what made the model, for the receipt: the digest of a function's module."""
+    module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return {}
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return {"model_file": os.path.basename(file), "model_sha256": digest}
 
 
 def _user() -> str:
@@ -59,17 +65,14 @@ def _user() -> str:
 def _commit() -> str | None:
     """Return the commit of this package's checkout, with `-dirty` if the package was changed.
 
-    Return None if it is in no repository, or in one that does not track it: an environment inside
-    another project, say.
+    None: it is in no repository, or in one that does not track it (an environment inside another
+    project, say).
     """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
-        return (
-            subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5)
-            .decode(errors="replace")
-            .strip()
-        )
+        output = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5)
+        return output.decode(errors="replace").strip()
 
     with suppress(OSError, subprocess.SubprocessError):
         git("ls-files", "--error-unmatch", "__init__.py")
@@ -83,16 +86,3 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.machine()
-
-
-def model_provenance(arch: str) -> dict[str, str]:
-    """Return what made the model, for the receipt: the digest of a function's module."""
-    module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return {}
-    with open(file, "rb") as code:
-        return {
-            "model_file": os.path.basename(file),
-            "model_sha256": hashlib.file_digest(code, "sha256").hexdigest(),
-        }

@@ -7,9 +7,7 @@ nothing here, derives it again. A start at step n removes the rows after step n,
 discards too, so the remaining rows are those that led to these weights.
 
 There is a row per evaluation, with the SHA-256 of all weights, and in `tensors` the CRC-32 of each
-tensor, which names the first one that differs where no checkpoint was kept. Rank 0 makes both in
-one pass while the other ranks wait. The SHA-256 costs 0.06 s per 100 MiB, and the CRC-32 0.025 s:
-little beside an evaluation, too much for each step. Receipts of version 0.2 have no `tensors`.
+tensor, which names the first one that differs where no checkpoint was kept.
 """
 
 import json
@@ -37,75 +35,55 @@ def rank(row: dict[str, Any]) -> tuple[float, float, int]:
     return float(row["top1"]), -(math.inf if loss is None else float(loss)), -int(row["step"])
 
 
-class Receipt:
-    """The receipt of one run, derived from the journal rows that were read so far."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._offset, self._run = 0, ""
-        self._data: str | None = None
-        self._starts: list[dict[str, Any]] = []
-        self._evaluations: dict[int, dict[str, Any]] = {}
-        self._losses: dict[int, float] = {}
-        """The training loss by step: of one that was trained again, the last."""
-        self._done: str | None = None
-
-    def write(self, log: Callable[[str], None]) -> None:
-        """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
-        try:
-            self._folder.write(self._folder.receipt, self.text().encode())
-        except (OSError, ValueError, RunError) as error:
-            log(f"receipt could not be written: {error}; the next evaluation or start tries again")
-
-    def text(self) -> str:
-        """Return the text of an up-to-date file."""
-        return json.dumps(self.contents(), indent=1) + "\n"
-
-    def contents(self) -> dict[str, Any]:
-        """Return the contents of an up-to-date file."""
-        for row, after in read(self._folder.journal, self._offset):
-            self._add(row)
-            self._offset = after
-        config = from_yaml(self._folder.config.read_text(encoding="utf-8"), str(self._folder.config))
-        plan = parse_json(self._folder.plan.read_text(encoding="utf-8"))
-        return {
-            "format": FORMAT, "run": self._run, "config": config.model_dump(mode="json", by_alias=True), "plan": plan,
-            "data": self._data, "starts": self._starts,
-            "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)], "done": self._done,
-        }  # fmt: skip
-
-    def _add(self, journal_row: dict[str, Any]) -> None:
-        if (loss := journal_row.get("metrics", {}).get("train/loss")) is not None:
-            self._losses[journal_row["step"]] = loss
-        match journal_row.get("event"):
+def make_receipt(folder: RunFolder) -> dict[str, Any]:
+    """Return the receipt of a run. Raises OSError, ValueError and RunError for damaged files."""
+    run, data, done = "", None, None
+    starts: list[dict[str, Any]] = []
+    evaluations: dict[int, dict[str, Any]] = {}
+    losses: dict[int, float] = {}  # of a step that was trained again, the last
+    for row, _ in read(folder.journal):
+        if (loss := row.get("metrics", {}).get("train/loss")) is not None:
+            losses[row["step"]] = loss
+        match row.get("event"):
             case "created":
-                self._run = journal_row["run"]
-            case "started":
-                self._add_start(journal_row["step"], journal_row["tags"])
+                run = row["run"]
+            case "started":  # what a run that was killed had done after this step is removed
+                at, done = row["step"], None
+                evaluations = {step: found for step, found in evaluations.items() if step <= at}
+                facts = {_NAMES.get(name, name): value for name, value in row["tags"].items()}
+                data = facts.pop("data", None)
+                facts = {name: value for name, value in facts.items() if not name.startswith("mlflow.")}
+                starts = [*(start for start in starts if start["step"] < at), {"step": at, **facts}]
             case "evaluated":
-                result = {name: value for name, value in journal_row.items() if name not in ("time", "event")}
-                if before := [step for step in self._losses if step <= journal_row["step"]]:
-                    result["train_loss"] = self._losses[max(before)]
-                self._evaluations[journal_row["step"]] = result
-            case "ended" if journal_row.get("status") == "FINISHED":
-                self._done = journal_row["line"]
+                result = {name: value for name, value in row.items() if name not in ("time", "event")}
+                if before := [step for step in losses if step <= row["step"]]:
+                    result["train_loss"] = losses[max(before)]
+                evaluations[row["step"]] = result
+            case "ended" if row.get("status") == "FINISHED":
+                done = row["line"]
+    config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
+    return {
+        "format": FORMAT,
+        "run": run,
+        "config": config.model_dump(mode="json", by_alias=True),
+        "plan": parse_json(folder.plan.read_text(encoding="utf-8")),
+        "data": data,
+        "starts": starts,
+        "evaluations": [evaluations[step] for step in sorted(evaluations)],
+        "done": done,
+    }
 
-    def _add_start(self, step: int, tags: dict[str, Any]) -> None:
-        """Add a start at `step`, and remove what a run that was killed had done after it."""
-        self._starts = [start for start in self._starts if start["step"] < step]
-        self._evaluations = {at: row for at, row in self._evaluations.items() if at <= step}
-        self._done = None
-        facts = {_NAMES.get(name, name): value for name, value in tags.items()}
-        self._data = facts.pop("data", None)
-        facts = {name: value for name, value in facts.items() if not name.startswith("mlflow.")}
-        self._starts.append({"step": step, **facts})
+
+def receipt_text(folder: RunFolder) -> str:
+    """Return the text of an up-to-date receipt.json."""
+    return json.dumps(make_receipt(folder), indent=1) + "\n"
 
 
 class ToReceipt(Listener):
     """Writes `receipt.json`, from the rows of the journal."""
 
     def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
-        self._receipt, self._log = Receipt(folder), log
+        self._folder, self._log = folder, log
 
     def started(self, start: Start) -> None:
         self.write()
@@ -117,5 +95,8 @@ class ToReceipt(Listener):
         self.write()
 
     def write(self) -> None:
-        """Bring the file up to date: an earlier start may have been killed before it did."""
-        self._receipt.write(self._log)
+        """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
+        try:
+            self._folder.write(self._folder.receipt, receipt_text(self._folder).encode())
+        except (OSError, ValueError, RunError) as error:
+            self._log(f"receipt could not be written: {error}; the next evaluation or start tries again")

@@ -17,7 +17,6 @@ from torch import Tensor
 from pipeline.parallel.strategy import Strategy
 
 _SLOW, _RECOVERED = 1.5, 1.2  # own time over the median of the others
-_REPORTS_IN_A_ROW = 2
 
 
 class StragglerWatch:
@@ -25,12 +24,11 @@ class StragglerWatch:
 
     def __init__(self, strategy: Strategy, log: Callable[[str], None]) -> None:
         self._group, self._log = strategy.group, log
-        self._start: Any = None
-        self._steps: list[tuple[Any, Any]] = []
-        """(start, end) of each step since the last report: seconds, or events of the device."""
-        self._slow_ranks: list[int] = []
-        """The slow rank of each report since none was slow."""
+        self._steps: list[list[Any]] = []
+        """[start, end] of each step since the last report: seconds, or events of the device."""
+        self._last_slow: int | None = None
         self._named: set[int] = set()
+        """The slow ranks that were named since none was slow."""
         self._is_on = strategy.group.size > 1 and strategy.is_replicated
         if self._is_on:
             strategy.on_gradients_computed(self._end_pass)
@@ -38,7 +36,11 @@ class StragglerWatch:
     def begin_step(self) -> None:
         """Start to measure a step. Called before its passes."""
         if self._is_on:
-            self._start = self._now()
+            now = self._now()
+            self._steps.append([now, now])
+
+    def _end_pass(self) -> None:
+        self._steps[-1][1] = self._now()  # that of the last pass counts
 
     def pop_times(self) -> Tensor:
         """Return [processes] int64: microseconds since the last call at this rank, 0 at the others.
@@ -57,7 +59,10 @@ class StragglerWatch:
         return times
 
     def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
-        """Log a slow rank, and return metrics. times: microseconds of each rank for `steps`."""
+        """Log a rank that is slow twice in a row, and return metrics.
+
+        times: microseconds of each rank for `steps`.
+        """
         if not times:
             return {}
         slowest = max(range(len(times)), key=lambda rank: times[rank])
@@ -65,21 +70,14 @@ class StragglerWatch:
         ratio = times[slowest] / max(1, others)
         if ratio < _RECOVERED:
             self._named.clear()
-        self._slow_ranks = [*self._slow_ranks[-1:], slowest] if ratio >= _SLOW else []
-        if (
-            self._slow_ranks[-_REPORTS_IN_A_ROW:] == [slowest] * _REPORTS_IN_A_ROW
-            and slowest not in self._named
-        ):
-            self._named.add(slowest)
-            own, other = (f"{spent / 1000 / steps:,.0f} ms" for spent in (times[slowest], others))
+        slow = slowest if ratio >= _SLOW else None
+        if slow is not None and slow == self._last_slow and slow not in self._named:
+            self._named.add(slow)
+            own, other = (f"{spent / 1000 / steps:,.0f} ms" for spent in (times[slow], others))
             part = "its own part of a step (data, forward, backward)"
-            self._log(f"rank {slowest} is slow: {part} takes {own}, that of the others {other}: they wait")
+            self._log(f"rank {slow} is slow: {part} takes {own}, that of the others {other}: they wait")
+        self._last_slow = slow
         return {"time/slowest_rank": float(slowest), "time/slowest_rank_ratio": ratio}
-
-    def _end_pass(self) -> None:
-        if self._steps and self._steps[-1][0] is self._start:  # a later pass of the same step
-            self._steps.pop()
-        self._steps.append((self._start, self._now()))
 
     def _now(self) -> Any:
         if self._group.device.type != "cuda":

@@ -5,7 +5,6 @@ the proportions that events on the device's stream show. The events are read lon
 completed.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,18 +18,18 @@ from pipeline.train.listener import Listener
 
 _ON_DEVICE: tuple[Entry, ...] = ("copy", "forward_backward", "communication", "optimizer")
 _MAX_EVENTS = 256  # pending events, before the completed ones are read
-_ADVICE: dict[Entry, tuple[float, str, str]] = {
-    "data": (0.1, "waiting for data", ""),
-    "copy": (0.2, "converting the images on the device", "check what else uses the GPU"),
+_ADVICE: dict[Entry, tuple[float, str]] = {
+    "data": (0.1, "waiting for data {share}: raise data.workers, or pack the data (pipeline data pack)"),
+    "copy": (0.2, "converting the images on the device {share}: check what else uses the GPU"),
     "communication": (
-        0.25, "waiting for the other processes",
-        "raise batch.global or batch.accumulate, so that they meet less often; look for a slow rank or network",
+        0.25, "waiting for the other processes {share}: raise batch.global or batch.accumulate, so that they meet"
+        " less often; look for a slow rank or network",
     ),
-    "validation": (0.4, "validation", "raise evaluate.every or evaluate.batch"),
-    "checkpoint": (0.1, "saving", "raise checkpoint.every, or put run.dir on a faster disk"),
-    "tracking": (0.02, "logging metrics", "raise track.every, or put run.dir on a faster disk"),
+    "validation": (0.4, "validation {share}: raise evaluate.every or evaluate.batch"),
+    "checkpoint": (0.1, "saving {share}: raise checkpoint.every, or put run.dir on a faster disk"),
+    "tracking": (0.02, "logging metrics {share}: raise track.every, or put run.dir on a faster disk"),
 }  # fmt: skip
-"""The share of the time above which an entry is worth a line of advice, its name, and a remedy."""
+"""The share of the time above which an entry is worth a line of advice, and that line."""
 _MIN_AVOIDABLE_S = 1.0
 """Seconds of an epoch below which it is not: a start of a few seconds has noise."""
 
@@ -77,59 +76,34 @@ class CudaStepTimer(StepTimer):
 class ToAdvice(Listener):
     """Says what an epoch waited for, once each, and at the end where the time went."""
 
-    def __init__(self, plan: Plan, cpus: int, log: Callable[[str], None]) -> None:
-        """cpus: those of this machine."""
-        self._plan, self._cpus, self._log = plan, cpus, log
+    def __init__(self, plan: Plan, log: Callable[[str], None]) -> None:
+        self._last_step, self._log = plan.last_step, log
         self._spent: Seconds = dict.fromkeys(ENTRIES, 0.0)
         self._advised: set[Entry] = set()
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         spent: Seconds = {entry: metrics[f"time/{entry}_s"] for entry in ENTRIES}
         self._spent = {entry: self._spent[entry] + spent[entry] for entry in ENTRIES}
-        advice = advise(spent, self._plan, self._cpus)
+        advice = advise(spent)
         if advice and advice[0] not in self._advised:
             self._advised.add(advice[0])
             self._log(advice[1])
-        if step >= self._plan.last_step:
-            self._log(
-                f"{format_duration(sum(self._spent.values()))} since the start: {describe(self._spent)}"
-            )
+        if step >= self._last_step:
+            total = max(1e-9, sum(self._spent.values()))
+            shares = sorted(((self._spent[entry] / total, entry) for entry in ENTRIES), reverse=True)
+            texts = [
+                f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005
+            ]
+            self._log(f"{format_duration(total)} since the start: {', '.join(texts)}")
 
 
-def describe(spent: Seconds) -> str:
-    """Return the entries with their shares, the largest first, without those below 0.5 %."""
+def advise(spent: Seconds) -> tuple[Entry, str] | None:
+    """Return the largest avoidable entry and a line of advice, or None."""
     total = max(1e-9, sum(spent.values()))
-    shares = sorted(((seconds / total, entry) for entry, seconds in spent.items()), reverse=True)
-    return ", ".join(
-        f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005
-    )
-
-
-def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
-    """Return the largest avoidable entry and a line of advice, or None. cpus: of this machine."""
-    total = max(1e-9, sum(spent.values()))
-    above: Seconds = {
-        entry: spent[entry] / total
-        for entry, (share, _, _) in _ADVICE.items()
-        if spent[entry] > max(share * total, _MIN_AVOIDABLE_S)
-    }
+    above = [
+        entry for entry, (share, _) in _ADVICE.items() if spent[entry] > max(share * total, _MIN_AVOIDABLE_S)
+    ]
     if not above:
         return None
-    largest = max(above, key=lambda entry: above[entry])
-    _, what, remedy = _ADVICE[largest]
-    if largest == "data":
-        remedy = f"{_workers(spent, plan, cpus)}, or pack the data (pipeline data pack)"
-    return largest, f"{what} {above[largest]:.0%}: {remedy}"
-
-
-def _workers(spent: Seconds, plan: Plan, cpus: int) -> str:
-    """Return advice on how many loader workers a node needs to keep up."""
-    others = max(1e-9, sum(spent[entry] for entry in (*_ON_DEVICE, "tracking", "other")))
-    busy = (
-        plan.workers_per_node * (others + spent["data"]) if plan.workers else spent["data"] * plan.local_world
-    )
-    needed = max(plan.workers_per_node + 1, math.ceil(busy / others))
-    enough = f"{needed} worker{'s' if needed > 1 else ''} would be enough"
-    if needed <= cpus:
-        return f"{enough} (data.workers={needed})"
-    return f"{enough} but this machine has {cpus} CPUs: use a larger one"
+    largest = max(above, key=lambda entry: spent[entry])
+    return largest, _ADVICE[largest][1].format(share=f"{spent[largest] / total:.0%}")

@@ -2,19 +2,13 @@
 
 Promise: "identical" means that the repetition had the same weights at every step for which both
 runs have a digest or a checkpoint, and that no field of the receipt from which they follow, or that
-follows from them, was changed (`compare` says which these are). It uses the receipt's
-configuration, number of processes, and kind of device. It is an ordinary `pipeline train` in a
-temporary folder; nothing is written to RUN_DIR. A run that MLflow has gets the result as a tag.
+follows from them, was changed (`compare` says which these are). The repetition is an ordinary
+`pipeline train` in a temporary folder; nothing is written to RUN_DIR.
 
-With --steps N it starts from the initial weights and ends at the last step up to N that can be
-compared. With --steps A-B it starts from RUN_DIR's checkpoint of step A, so a run of a month can be
-verified in parts, by several people. The steps up to A are then trusted, and the result says so:
-the weights of that checkpoint are those of the receipt, but its optimizer state is what it is.
-
-A run that certainly cannot repeat is refused (exit 2). Differences that may or may not change bits
-(versions, the device's model) do not stop the repetition, and are named if the results differ.
-Different bits are exit 1, as with `cmp`. A repetition that fails ends with its own exit code, or
-with 75.
+With --steps A-B it starts from RUN_DIR's checkpoint of step A, so a run of a month can be verified
+in parts, by several people. The steps up to A are then trusted, and the result says so.
+A run that certainly cannot repeat is refused (exit 2). Different bits are exit 1, as with `cmp`. A
+repetition that fails ends with its own exit code, or with 75.
 """
 
 import os
@@ -50,14 +44,14 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
         config = config.replacing("train", max_steps=last)
         if start:
             config = config.replacing("run", resume=str(_checkpoint_of(run, start).absolute()))
-        origin = f" from step {start:,}" if start else ""
-        print(f"repeating {run_dir}{origin} up to step {last:,} in {repeated}", file=sys.stderr, flush=True)
+        print(
+            f"repeating {run_dir} from step {start:,} to {last:,} in {repeated}", file=sys.stderr, flush=True
+        )
         _repeat(config, run.starts[-1], Path(scratch) / "recipe.yaml")
         new = Run.read(repeated)
         if new.starts[0]["step"] != start:
-            first = f"started at step {new.starts[0]['step']} and not at step {start}"
             raise RequestError(
-                f"the repetition {first}, so it did not train these steps and nothing was compared"
+                f"the repetition started at step {new.starts[0]['step']} and not at step {start}"
             )
         result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
@@ -81,32 +75,26 @@ def _repetition_config(run: Run, repeated: Path) -> Config:
     config = run.config(changes + ["run.trace=true"] * run.folder.trace.exists())
     check_place_is_trusted("data.root", config.data.root)
     check_place_is_trusted("model.init", config.model.init)
+    check_is_trusted(config.model.arch)  # `pipeline train` trusts what is in its recipe
     if config.data.source == "digits" and not os.path.exists(sources.data_root(config)):
         config = config.replacing("data", root=None)
-    check_is_trusted(
-        config.model.arch
-    )  # to repeat the run, `pipeline train` gets this configuration as a recipe
     return config
 
 
 def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
-    refused = f"the run in {run.folder.path}"
+    refused = f"the run in {run.folder.path} cannot be repeated"
     if not config.is_deterministic:
-        problem = f"{refused} is not deterministic (run.deterministic=false and run.exact=false)"
         raise RequestError(
-            f"{problem}, so its weights differ each time", "train with run.deterministic=true to verify"
+            f"{refused}: it is not deterministic", "train with run.deterministic=true to verify"
         )
     starts = run.starts_after(start)
     if not starts:
-        place = f"at step {run.starts[0]['step']}, from another run's checkpoint"
-        raise RequestError(f"{refused} started {place}", "verify that run")
+        raise RequestError(f"{refused}: it started from another run's checkpoint", "verify that run")
     for name in ("epochs",) if config.run.exact else ("world", "epochs"):
         for part in starts[1:]:
             if part.get(name) != starts[0].get(name):
-                hint = "; with run.exact=true the number of processes may change" if name == "world" else ""
                 values = f"from {one_line(starts[0].get(name))} to {one_line(part.get(name))}"
-                change = f"{name} changed {values} at step {part['step']}"
-                raise RequestError(f"{refused} cannot be repeated in one piece: {change}{hint}")
+                raise RequestError(f"{refused} in one piece: {name} changed {values} at step {part['step']}")
     if run.starts[-1].get("device_type") == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     source = sources.open_source(config)
@@ -114,20 +102,19 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
         from pipeline.addons.ops.changes import describe_data_change
 
         changed = describe_data_change(config, source, str(run.receipt["data"]), run.folder.path / "index")
-        raise RequestError(f"the data differs from that of {refused}: {changed}", "restore it")
+        raise RequestError(f"{refused}: the data is another: {changed}", "restore it")
 
 
 def _last_comparable_step(run: Run, start: int, steps: int | None) -> int:
     """Return the last step after `start`, up to `steps`, that has an evaluation or a checkpoint."""
     later = [step for step in run.rows.keys() | run.checkpoints().keys() if step > start]
-    after = f" after step {start}" if start else ""
-    if not later:
-        missing = f"the run in {run.folder.path} has neither an evaluation nor a checkpoint{after}"
-        raise RequestError(f"{missing}: there is nothing to compare")
     comparable = [step for step in later if steps is None or step <= steps]
     if not comparable:
-        first = f"the first evaluation or checkpoint{after} in {run.folder.path} is of step {min(later)}"
-        raise RequestError(f"--steps {steps} is too small: {first}", "give that or more")
+        where = f"after step {start}" + (f" up to step {steps}" if steps else "")
+        problem = (
+            f"the run in {run.folder.path} has no evaluation or checkpoint {where}: nothing can be compared"
+        )
+        raise RequestError(problem, f"the next one is of step {min(later)}" if later else "")
     return max(comparable)
 
 
@@ -139,9 +126,9 @@ def _checkpoint_of(run: Run, step: int) -> Path:
     """
     found = run.checkpoints()
     if step not in found:
-        steps = f"those of {', '.join(map(str, sorted(found)))}" if found else "none"
-        remedy = f"it has {steps}; docs/reproducibility.md, 'Publish a receipt', says where to get one"
-        raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}", remedy)
+        steps = ", ".join(map(str, sorted(found))) or "none"
+        remedy = "docs/reproducibility.md, 'Publish a receipt', says where to get one"
+        raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}, only {steps}", remedy)
 
     from pipeline.model.trained import eval_weights
     from pipeline.model.weights import weights_digest
@@ -150,9 +137,8 @@ def _checkpoint_of(run: Run, step: int) -> Path:
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"
     stated = run.rows.get(step, {"weights": digest})["weights"]
     if stated != digest:
-        problem = f"{found[step]} does not belong to the receipt"
         raise RequestError(
-            f"{problem}: its weights are {digest}, and those of step {step} in the receipt {stated}"
+            f"{found[step]} does not belong to the receipt: its weights are {digest}, not {stated}"
         )
     return found[step]
 
@@ -176,6 +162,4 @@ def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
     ).returncode
     if code:
         kind = errors.from_exit_code(code) if code in errors.PERMANENT else TemporaryError
-        raise kind(
-            f"the repetition failed (exit {code}) and nothing was compared: its own error is printed above"
-        )
+        raise kind(f"the repetition failed (exit {code}), and its own error is printed above")

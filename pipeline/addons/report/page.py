@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.addons.ops.receipt import Receipt
+from pipeline.addons.ops.receipt import make_receipt
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.summary import repeat_command, summarise
 from pipeline.config.credentials import without_password
@@ -160,7 +160,7 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
 
 
 def _evaluations(folder: RunFolder) -> list[list[Any]]:
-    rows = Receipt(folder).contents()["evaluations"]
+    rows = make_receipt(folder)["evaluations"]
     if not rows:
         raise ValueError("no evaluation yet")
     keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
@@ -172,7 +172,7 @@ def _evaluations(folder: RunFolder) -> list[list[Any]]:
 
 def _facts(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of the last start, the digest of the data, and every start."""
-    receipt = Receipt(folder).contents()
+    receipt = make_receipt(folder)
     starts = receipt["starts"]
     facts = {"run": receipt["run"], "data": receipt["data"], **starts[-1]}
     del facts["step"]

@@ -3,7 +3,7 @@
 import shlex
 from typing import Any
 
-from pipeline.addons.ops.receipt import Receipt, rank
+from pipeline.addons.ops.receipt import make_receipt, rank
 from pipeline.config.schema import Config
 from pipeline.errors import count_of
 from pipeline.record.folder import RunFolder
@@ -15,7 +15,7 @@ _FACTS = ("commit", "image", "image_id", "torch", "device")
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
     """Return the texts and figures that describe a run, and its receipt."""
-    receipt = Receipt(folder).contents()
+    receipt = make_receipt(folder)
     config, plan = receipt["config"], receipt["plan"]
     rows = events(folder.journal)
     last = rows[-1] if rows else {}
