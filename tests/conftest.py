@@ -15,9 +15,7 @@ import pytest
 from pipeline import portable
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
-os.environ.update(
-    portable.VARIABLES
-)  # before torch is imported: forks then have the bits of new interpreters
+os.environ.update(portable.VARIABLES)  # before torch is imported: forks have the bits of interpreters
 if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.gettempdir()  # pytest's own files stay there
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")  # for what killed processes leave
@@ -33,15 +31,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore i
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
+    add = parser.addoption
+    add(
         "--full",
         action="store_true",
         help="also run the tests that repeat a promise at more sizes, as CI does",
     )
-    parser.addoption("--engine", action="store_true", help="run only the tests that build and run containers")
-    parser.addoption(
-        "--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)"
-    )
+    add("--engine", action="store_true", help="run only the tests that build and run containers")
+    add("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -183,12 +180,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 64 KiB, which a test can remount with another size."""
     path = tmp_path / "disk"
     path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no file system of 64 KiB can be mounted here: {mounted.stderr.strip()}")
     yield path

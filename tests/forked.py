@@ -20,10 +20,8 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -33,8 +31,7 @@ _ENVIRONMENT_BYTES = 32768
 """Bytes of a variable of the server, over which a fork writes its environment."""
 
 
-@dataclass
-class Output:
+class Output(NamedTuple):
     """Exit code and output of a command."""
 
     code: int
@@ -93,14 +90,14 @@ class Forked:
         """
         with tempfile.TemporaryDirectory() as folder:
             outputs = [
-                [f"{folder}/{number}.{name}" for name in ("out", "err")] for number in range(len(commands))
+                (f"{folder}/{number}.out", f"{folder}/{number}.err") for number in range(len(commands))
             ]
             self._request(
                 commands=[["pipeline", *command] for command in commands], environments=environments, cwd=str(cwd),
                 prelude=prelude, outputs=outputs, timeout=timeout, folder=folder,
             )  # fmt: skip
             codes = json.loads(self._wait_for(Path(folder, "codes")))
-            texts = [[Path(path).read_text() for path in paths] for paths in outputs]
+            texts = [(Path(out).read_text(), Path(err).read_text()) for out, err in outputs]
         return [Output(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
     def start(
@@ -133,17 +130,15 @@ class Forked:
 
 _MAKING = threading.Lock()
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
+_SERVERS: list[Forked] = []
 
 
 def server() -> Forked:
     """Return this process's only server; it ends with this process."""
     with _MAKING:
-        return _make_server()
-
-
-@cache
-def _make_server() -> Forked:
-    return Forked(_ENVIRONMENT)
+        if not _SERVERS:
+            _SERVERS.append(Forked(_ENVIRONMENT))
+        return _SERVERS[0]
 
 
 class _Running:
@@ -197,9 +192,8 @@ class _Rank(Process):
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.returncode: int | None = None
         reading, writing = os.pipe()
-        mask = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _HANDLED
-        )  # the launcher's handlers are not the rank's
+        # the launcher's handlers are not the rank's
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -283,9 +277,8 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         if request["timeout"] is None:
             _write(Path(request["folder"], "pid"), str(os.getpid()))
         for descriptor, path in enumerate([os.devnull, *request["outputs"][number]]):
-            opened = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC if descriptor else os.O_RDONLY
-            )
+            writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+            opened = os.open(path, writing if descriptor else os.O_RDONLY)
             os.dup2(opened, descriptor)
             os.close(opened)
         os.chdir(request["cwd"])

@@ -111,22 +111,17 @@ def _in_forks(
     start = time.monotonic()
     merged = [environment(**env) for env in environments]
     outputs = forked.server().run(commands, merged, cwd or Path.cwd(), prelude, timeout)
-    out, err = (
-        "".join(texts) for texts in zip(*((output.out, output.err) for output in outputs), strict=True)
-    )
-    codes = [output.code for output in outputs]
+    codes, outs, errs = zip(*outputs, strict=True)
+    out, err = "".join(outs), "".join(errs)
     assert -signal.SIGKILL not in codes, f"still running after {timeout} s, or killed: {err[-20000:]}"
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
 def torchrun(nproc: int, *options: str) -> list[str]:
     """Return a torchrun command up to the pipeline's own arguments."""
-    return [sys.executable, "-m", *_torchrun(nproc, *options)]
-
-
-def _torchrun(nproc: int, *options: str) -> list[str]:
     rendezvous = options or ("--rdzv-backend=pipeline", "--rdzv-endpoint=localhost")
-    return ["torch.distributed.run", *rendezvous, "--nproc-per-node", str(nproc), "-m", "pipeline"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+    return [*launcher, "--nproc-per-node", str(nproc), "-m", "pipeline"]
 
 
 def free_port() -> int:
@@ -138,10 +133,9 @@ def free_port() -> int:
 def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> Result:
     """Run the commands of one process group at once; return their joined output and worst code."""
     start = time.monotonic()
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env)
-        )
+        subprocess.Popen(command, env=environment(**env), **pipes)
         for command, env in zip(commands, environments, strict=True)
     ]
     try:
@@ -178,7 +172,7 @@ class Job:
     def command(self) -> list[str]:
         """Return the module and its arguments."""
         if self.by_torchrun:
-            return [*_torchrun(self.nproc), *self.train_words()]
+            return [*torchrun(self.nproc)[2:], *self.train_words()]
         processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
         return ["pipeline", *self.train_words(), *processes]
 
@@ -192,16 +186,15 @@ class Job:
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
+        env = environment(**self.env)
         if not self._needs_interpreter():
-            self.process = forked.server().start(
-                self.command(), environment(**self.env), self.prelude, out, err
-            )
+            self.process = forked.server().start(self.command(), env, self.prelude, out, err)
             return self
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
             self.process = subprocess.Popen(
                 [*self.prefix, sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file, text=True,
-                env=environment(**self.env), start_new_session=True,
+                env=env, start_new_session=True,
             )  # fmt: skip
         return self
 
@@ -214,8 +207,7 @@ class Job:
             self._dump_stacks()
             self.clean()
             raise AssertionError(f"still running after {timeout} s: {self.log()[-20000:]}") from None
-        seconds = time.monotonic() - self.started
-        return Result(code, self.output(), self.log(), seconds)
+        return Result(code, self.output(), self.log(), time.monotonic() - self.started)
 
     def _dump_stacks(self) -> None:
         """Make the ranks and their loader workers write their stacks to the log."""
@@ -278,12 +270,10 @@ class Job:
         assert self.process
         end = time.monotonic() + timeout
         while time.monotonic() < end:
-            found = condition()
-            if found:
+            if found := condition():
                 return found
-            assert self.process.poll() is None, (
-                f"ended with {self.process.poll()} before {what}: {self.log()[-3000:]}"
-            )
+            code = self.process.poll()
+            assert code is None, f"ended with {code} before {what}: {self.log()[-3000:]}"
             time.sleep(pause)
         self._dump_stacks()
         raise AssertionError(f"no {what} in {timeout} s: {self.log()[-20000:]}")
@@ -298,23 +288,19 @@ class Job:
         assert self.process
         if self.nproc == 1 and not self.by_torchrun:
             return [self.process.pid]
-        found = {}
-        for pid in children(self.process.pid):
-            rank = variable(pid, "RANK")
-            if rank is not None:
-                found[int(rank)] = pid
-        return [found[rank] for rank in sorted(found)]
+        found = [(variable(pid, "RANK"), pid) for pid in children(self.process.pid)]
+        return [pid for _, pid in sorted((int(rank), pid) for rank, pid in found if rank is not None)]
 
     def processes(self) -> list[int]:
         """Return all living processes of this run: launcher, ranks, loader workers, sender."""
-        return [pid for pid in all_processes() if str(self.folder) in command_line(pid)]
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+        return [pid for pid in pids if str(self.folder) in command_line(pid)]
 
     def wait_gone(self, seconds: float) -> None:
         """Fail if a process of this run is alive after `seconds` (times SHARING)."""
         end = time.monotonic() + seconds * SHARING
-        while self.processes():
+        while left := self.processes():
             if time.monotonic() > end:
-                left = [(pid, command_line(pid)) for pid in self.processes()]
                 self.clean()
                 raise AssertionError(f"alive after {seconds} s: {left}")
             time.sleep(0.05)
@@ -431,10 +417,6 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def all_processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
-
-
 def command_line(pid: int) -> str:
     """Return a process's command line; "" if it has ended or is a zombie."""
     try:
@@ -446,13 +428,11 @@ def command_line(pid: int) -> str:
 def children(pid: int) -> list[int]:
     """Return the living children of a process."""
     found = []
-    for other in all_processes():
-        try:
-            fields = Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(other)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(path.parent.name))
     return found
 
 
@@ -462,6 +442,5 @@ def variable(pid: int, name: str) -> str | None:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    return next(
-        (entry.decode().partition("=")[2] for entry in entries if entry.startswith(f"{name}=".encode())), None
-    )
+    prefix = f"{name}=".encode()
+    return next((entry.removeprefix(prefix).decode() for entry in entries if entry.startswith(prefix)), None)

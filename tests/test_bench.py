@@ -61,31 +61,17 @@ def test_our_loop_is_compared_with_others() -> None:
 
 
 @pytest.mark.full
-def test_exact_mode_is_compared_in_one_group_of_processes() -> None:
+def test_exact_mode_tracking_and_a_recipe_are_compared(digits: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     result = bench("comm", *SIZE, *MODEL, "exact.shards=4", "--json", launcher=torchrun)
     assert result.code == 0, result.err
     assert [row["name"] for row in rows(result.out)] == ["reference", "exact"]
-
-
-@pytest.mark.full
-def test_the_cost_of_tracking_is_printed_beside_the_ratio() -> None:
     result = bench("track", "track.every=1 step", *SIZE, *MODEL)
-    found = re.search(
-        r"  tracked .* ([\d.]+) ms per step in the loop, [\d.]+% of a CPU in the sender", result.out
-    )
-    assert found, result.out + result.err
-    assert float(found[1]) > 0
-
-
-@pytest.mark.full
-def test_the_plain_loop_trains_the_network_of_the_recipe(digits: Path) -> None:
+    assert re.search(r"  tracked .* [\d.]+ ms per step in the loop", result.out), result.out + result.err
     words = ("digits", f"data.root={digits}", "--seeds", "1", "train.max_steps=3", "run.device=cpu")
     result = bench("top1", *words, *MODEL, "track.every=1 steps", "track.report=false")
     assert result.code == 0, result.err
-    seed, means = result.out.splitlines()
-    assert re.fullmatch(r"seed 0, \d+ s: digits [01]\.\d{4}, plain [01]\.\d{4}", seed)
-    assert means.startswith("mean top-1 in the same time: digits ")
+    assert re.fullmatch(r"seed 0, \d+ s: digits [01]\.\d{4}, plain [01]\.\d{4}", result.out.splitlines()[0])
 
 
 @pytest.mark.full
