@@ -35,7 +35,7 @@ def against(run_dir: Path, folder: Path, page: Path | None = None) -> int:
         raise RequestError(problem, "give a run's folder, or a folder of such folders")
     changed, nearest = min(published, key=lambda found: len(found[0]))
     if changed:
-        unlike = f"{list_first(changed, 3)} differ from {nearest.folder.path}"
+        unlike = f"unlike {nearest.folder.path} in {list_first(changed, 3)}"
         result, line = _EXPLAINED, f"no receipt in {folder} has this configuration ({unlike})"
     else:
         result, line = min(_compare(run, other, page) for changed, other in published if not changed)
