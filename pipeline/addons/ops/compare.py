@@ -5,8 +5,8 @@ machine or a history from which the weights do not follow. Inputs are the config
 of the data and the number of processes. The rest (versions, commit, model of the device, times of
 restarts) may differ where the bits are the same, and is named if they differ.
 
-The samples need no digest in the receipt: seed, plan and data determine them. If the run has a
-trace (`run.trace=true`), the repetition writes one, too, and they are compared row by row.
+The samples need no digest in the receipt: seed, plan and data determine them, and other samples or
+pixels change the weights at the next evaluation.
 """
 
 import re
@@ -25,7 +25,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import count_of, one_line
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
 
 _DESCRIBES_MACHINE = {
     "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason", "precision_note",
@@ -95,7 +94,6 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     differences = [
         *islice(_row_differences(old, new, start, last), 1),
         *islice(_plan_differences(old, new, start, last), 1),
-        *islice(_trace_differences(old.folder, new.folder, start, last), 1),
         *tensor,
     ]
     if differences:
@@ -108,8 +106,6 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     where = f"from step {start} to step {last}" if start else f"up to step {last}"
     digest = f", weights={rows[-1]['weights']}" if rows else ""
     result = f"{count_of(len(rows), 'evaluation')} and {count_of(len(steps), 'checkpoint')} {where}{digest}"
-    if old.folder.trace.exists():
-        result += f"; the trace of {last - start} steps is identical, too"
     if start:
         result += f"; the steps up to {start} are trusted"
         result += "" if start in old.rows else f"; the receipt has no weights for step {start}"
@@ -166,22 +162,6 @@ def _differences(before: dict[str, Any], now: dict[str, Any], names: list[str], 
         if name not in before or name not in now or before[name] != now[name]:
             then, value = (one_line(fields.get(name, "missing"), 100) for fields in (before, now))
             yield f"{where}{one_line(name, 100)} is {then} in the receipt and {value} now"
-
-
-def _trace_differences(old: RunFolder, new: RunFolder, start: int, last: int) -> Iterator[str]:
-    """Yield each step whose rows of the traces differ, as a phrase."""
-    if not old.trace.exists():
-        return
-    rows, new_rows = (
-        (row for row, _ in read(folder.trace) if row.get("step") not in range(start + 1))
-        for folder in (old, new)
-    )
-    for step in range(start + 1, last + 1):
-        row, now = next(rows, {}), next(new_rows, {})
-        if now != row:
-            same = row.get("ids") == now.get("ids")
-            kind = "the same samples with other pixels" if same else "other samples"
-            yield f"the first batch to differ from trace.jsonl is that of step {step}, {kind}"
 
 
 def _first_tensor(digests: Iterator[Digests]) -> list[str]:

@@ -69,10 +69,10 @@ def _repetition_config(run: Run, repeated: Path) -> Config:
     are not there are made in their default place, never in a folder that only the receipt names.
     """
     changes = [
-        f"run.dir={repeated}", "run.resume=auto", "track.uri=none", "track.report=false", "track.required=false",
+        f"run.dir={repeated}", "run.resume=auto", "run.trace=false", "track.uri=none", "track.report=false", "track.required=false",
         "checkpoint.mirror=none", "data.cache=none",
     ]  # fmt: skip
-    config = run.config(changes + ["run.trace=true"] * run.folder.trace.exists())
+    config = run.config(changes)
     check_place_is_trusted("data.root", config.data.root)
     check_place_is_trusted("model.init", config.model.init)
     check_is_trusted(config.model.arch)  # `pipeline train` trusts what is in its recipe
