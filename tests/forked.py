@@ -93,7 +93,8 @@ class Forked:
                 (f"{folder}/{number}.out", f"{folder}/{number}.err") for number in range(len(commands))
             ]
             self._request(
-                commands=[["pipeline", *command] for command in commands], environments=environments, cwd=str(cwd),
+                commands=[["pipeline", *command] for command in commands], environments=environments,
+                cwd=str(cwd),
                 prelude=prelude, outputs=outputs, timeout=timeout, folder=folder,
             )  # fmt: skip
             codes = json.loads(self._wait_for(Path(folder, "codes")))

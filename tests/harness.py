@@ -29,8 +29,8 @@ _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "ATEN_", "ONEDNN_", "LD_", "CUDA_", 
 # Small and fast, with all that makes bit-identical results hard: batch norm, momentum, an LR
 # schedule, augmentation.
 SMALL = (
-    "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.deterministic=true", "run.trace=true",
-    "track.uri=none", "track.every=3 steps", "track.report=false",
+    "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.deterministic=true",
+    "run.trace=true", "track.uri=none", "track.every=3 steps", "track.report=false",
 )  # fmt: skip
 
 
@@ -193,7 +193,8 @@ class Job:
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
             self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file, text=True,
+                [*self.prefix, sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
+                text=True,
                 env=env, start_new_session=True,
             )  # fmt: skip
         return self
@@ -362,7 +363,8 @@ def train(rank, words):
     sys.exit(main(words))
 
 if __name__ == "__main__":
-    os.environ.update(WORLD_SIZE="{job.nproc}", LOCAL_WORLD_SIZE="{job.nproc}", INIT_METHOD="tcp://127.0.0.1:{free_port()}")
+    os.environ.update(WORLD_SIZE="{job.nproc}", LOCAL_WORLD_SIZE="{job.nproc}")
+    os.environ.update(INIT_METHOD="tcp://127.0.0.1:{free_port()}")
     torch.multiprocessing.spawn(train, (sys.argv[1:],), {job.nproc})
 """
     path = job.folder.with_suffix(".py")

@@ -25,8 +25,8 @@ def draw(path: Path, undisturbed: Job, killed: Job, killed_at: int, digests: lis
     figure = Figure((9, 3.9), layout="constrained")
     figure.get_layout_engine().set(rect=(0, 0.13, 1, 0.87))
     figure.suptitle(
-        f"Killed at step {killed_at}, resumed from the checkpoint of step {resumed_at}: the same curve and weights",
-        fontsize=11, fontweight="bold",
+        f"Killed at step {killed_at}, resumed from the checkpoint of step {resumed_at}: the same curve and"
+        " weights", fontsize=11, fontweight="bold",
     )  # fmt: skip
     for axes, (title, key) in zip(figure.subplots(1, 2), PLOTS, strict=True):
         axes.set_title(title, fontsize=10)

@@ -83,7 +83,8 @@ def test_a_part_runs_without_mlflow(tmp_path: Path, photos: Path) -> None:
     expected = {
         "jpeg": ("reference .*images/s", "plain .*images/s", "loaded .*images/s"),
         "checks": ("doctor +ok", "digits +FAILED: top1=", "deterministic-again +ok: weights",
-                   "exact-again +ok: weights", "SIGTERM +ok: exit 75", "SIGKILL +ok: exit -9", "resumed +ok: weights"),
+                   "exact-again +ok: weights", "SIGTERM +ok: exit 75", "SIGKILL +ok: exit -9",
+                   "resumed +ok: weights"),
     }  # fmt: skip
     for part, found in expected.items():
         flags = ["--only", part, "--batch", "8", "--images", str(photos)]

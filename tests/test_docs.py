@@ -31,7 +31,8 @@ PLACEHOLDERS = {
 }  # fmt: skip
 # Overrides for a run of a few seconds, whose results the other commands use.
 SHORT = (
-    "model.arch=shufflenet_v2_x0_5", "train.max_steps=4", "run.device=cpu", "run.deterministic=true", "track.uri=none",
+    "model.arch=shufflenet_v2_x0_5", "train.max_steps=4", "run.device=cpu", "run.deterministic=true",
+    "track.uri=none",
 )  # fmt: skip
 NOT_RUN = {
     "train my.yaml": "needs 8 GPUs",

@@ -311,8 +311,9 @@ def test_a_store_that_fails_now_and_then_passes(
 
 
 def test_a_store_out_of_reach_is_temporary(tmp_path: Path, digits: Path) -> None:
-    result = run_doctor(tmp_path, digits, "checkpoint.mirror=s3://bucket/run", AWS_ENDPOINT_URL="http://127.0.0.1:1",
-                        AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="not-to-be-shown")  # fmt: skip
+    secret = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "not-to-be-shown"}
+    nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    result = run_doctor(tmp_path, digits, "checkpoint.mirror=s3://bucket/run", **secret, **nowhere)
     assert (result.code, "the store is out of reach (s3://bucket/run/" in result.error) == (75, True)
     assert "not-to-be-shown" not in result.out + result.err
 

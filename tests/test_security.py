@@ -352,9 +352,9 @@ def unsent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_only_the_server_itself_and_stores_get_files_with_a_password(unsent: Path) -> None:
     http, https = "http://mlflow.example", "https://mlflow.example"
     for files, server in (
-        (f"{http}/x", https), (f"{https}/x", http), (f"{http}:5000/x", http), ("http://other.example/x", http),
-        ("mlflow-artifacts://mlflow.example:443/x", http), ("http://me@mlflow.example/x", http),
-        ("abfss://c@a.dfs.core.windows.net/m", "sqlite:///x"),
+        (f"{http}/x", https), (f"{https}/x", http), (f"{http}:5000/x", http),
+        ("http://other.example/x", http), ("mlflow-artifacts://mlflow.example:443/x", http),
+        ("http://me@mlflow.example/x", http), ("abfss://c@a.dfs.core.windows.net/m", "sqlite:///x"),
     ):  # fmt: skip
         with pytest.raises(RequestError):
             check_artifact_host(files, server)
@@ -534,9 +534,9 @@ def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (
-        "train digits checkpoint.mirror={}", "train digits data.source=pack data.root={}", "train digits data.root={}",
-        "train digits run.resume={}", "train digits model.init={}", "data check {}", "evaluate {}", "sync {}",
-        "train {}", "k8s render --store {}",
+        "train digits checkpoint.mirror={}", "train digits data.source=pack data.root={}",
+        "train digits data.root={}", "train digits run.resume={}", "train digits model.init={}",
+        "data check {}", "evaluate {}", "sync {}", "train {}", "k8s render --store {}",
     ):  # fmt: skip
         assert main(words.format("s3://AKIA:secret@bucket/x").split()) == 2
         lines = capfd.readouterr().err

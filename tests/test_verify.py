@@ -30,8 +30,8 @@ OTHER = "sha256:" + "0" * 64
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=12", "evaluate.every=4 steps",
-             "checkpoint.every=4 steps", "checkpoint.keep=3"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=12",
+             "evaluate.every=4 steps", "checkpoint.every=4 steps", "checkpoint.keep=3"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=nproc)
 
 
@@ -97,7 +97,8 @@ def test_the_receipt_has_all_that_determines_the_weights(uninterrupted: Job) -> 
     assert {"python", "torch", "torchvision", "numpy", "device"} <= start.keys()
     assert [row["step"] for row in found["evaluations"]] == [4, 8, 12]
     assert found["evaluations"][-1].keys() == {
-        "step", "weights", "tensors", "top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images", "train_loss"
+        "step", "weights", "tensors", "top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images",
+        "train_loss",
     }  # fmt: skip
     assert found["done"].endswith(f"weights={found['evaluations'][-1]['weights']}")
 
@@ -125,8 +126,10 @@ def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(copy: Path) 
         {"event": "created", "run": "r"}, {"event": "started", "step": 0, "tags": {"world": 1}},
         {"step": 3, "metrics": {"train/loss": 3.0}}, {"event": "evaluated", "step": 4, "weights": "a"},
         {"step": 6, "metrics": {"train/loss": 2.0}}, {"event": "evaluated", "step": 8, "weights": "replaced"},
-        {"event": "started", "step": 4, "tags": {"world": 3}}, {"event": "started", "step": 4, "tags": {"world": 2}},
-        {"event": "evaluated", "step": 8, "weights": "b"}, {"event": "ended", "status": "FINISHED", "line": "done"},
+        {"event": "started", "step": 4, "tags": {"world": 3}},
+        {"event": "started", "step": 4, "tags": {"world": 2}},
+        {"event": "evaluated", "step": 8, "weights": "b"},
+        {"event": "ended", "status": "FINISHED", "line": "done"},
     ]  # fmt: skip
     folder = RunFolder(copy)
     folder.journal.write_text("".join(json.dumps({"time": 1, **row}) + "\n" for row in rows))
@@ -163,13 +166,13 @@ TAMPERED: dict[str, tuple[Change, str]] = {
     "weights": (in_row(weights=OTHER), f"at step 8 weights is {OTHER} in the receipt and sha256:"),
     "fewer tensors": (in_row(tensors="0" * 8), "at step 8 tensors is 0"),
     "train_loss": (in_row(train_loss=0.5), "at step 8 train_loss is 0.5 in the receipt and "),
-    "a figure less": (lambda contents: contents["evaluations"][1].pop("nll"), "at step 8 nll is missing in the"),
+    "a figure less": (lambda contents: contents["evaluations"][1].pop("nll"), "at step 8 nll is missing in"),
     "a figure more": (in_row(map=0.9), "at step 8 map is 0.9 in the receipt and missing now"),
     "a number of the plan less": (
         lambda contents: contents["plan"].pop("peak_lr"), "the plan's peak_lr is missing in the receipt"
     ),
     "a start without threads": (
-        lambda contents: contents["starts"][0].pop("threads"), "in the start at step 0 threads is missing in the"
+        lambda contents: contents["starts"][0].pop("threads"), "in the start at step 0 threads is missing"
     ),
     "step": (in_row(step=7), "at step 7 the receipt has an evaluation, and the repetition makes none"),
     "a row less": (
@@ -177,9 +180,9 @@ TAMPERED: dict[str, tuple[Change, str]] = {
         "at step 8 the repetition makes an evaluation, and the receipt has none",
     ),
     "world": (in_start(world=2), "in the start at step 0 world is 2 in the receipt and 1 now"),
-    "kind of device": (in_start(device_type="tpu"), "in the start at step 0 device_type is tpu in the receipt and"),
+    "kind of device": (in_start(device_type="tpu"), "in the start at step 0 device_type is tpu in the receipt"),
     "data": (lambda contents: contents.update(data="0" * 64), "the data is another"),
-    "result line": (lambda contents: contents.update(done=None), "the result line done is None in the receipt and"),
+    "result line": (lambda contents: contents.update(done=None), "the result line done is None in the"),
 }  # fmt: skip
 
 

@@ -27,15 +27,15 @@ from pipeline.record.checkpoint_files import list_checkpoints, read_verified, st
 from pipeline.record.folder import RunFolder
 
 _DESCRIBES_MACHINE = {
-    "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason", "precision_note",
-    "notes", "last_step",
+    "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason",
+    "precision_note", "notes", "last_step",
 }  # fmt: skip
 """Fields of a plan that depend on the machine, texts, and last_step, which is compared apart."""
 _FROM_START = ("world", "threads", "epochs", "device_type")
 # what explains other weights: first what certainly changes them
 _CAUSES = (
-    "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda", "cudnn", "nccl",
-    "driver", "python", "world", "portable", "threads", "device_type", "device",
+    "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda",
+    "cudnn", "nccl", "driver", "python", "world", "portable", "threads", "device_type", "device",
 )  # fmt: skip
 
 Digests = tuple[int, dict[str, str], dict[str, str]]

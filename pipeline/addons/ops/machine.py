@@ -57,7 +57,7 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
     kind = subprocess.run(command, capture_output=True, encoding="utf-8", check=False).stdout.strip()
     if kind in _LOCAL_FILE_SYSTEMS:
         problem = f"run.dir is on {kind} at {place}, which only this machine can see"
-        remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), or set checkpoint.mirror=s3://bucket/prefix"
+        remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), or set checkpoint.mirror"
         raise TemporaryError(f"{problem}: rank 0 on another machine would find no checkpoint", remedy)
     return f"{place} is on {kind or 'an unknown file system'}"
 
@@ -109,7 +109,8 @@ def check_all_reduce(config: Config, here: World) -> str:
         return "not tried: this process sees only its own GPU"
     try:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-            spawn(_all_reduce, (count, f"file://{folder}/rendezvous", backend), nprocs=count)  # type: ignore[no-untyped-call]
+            words = (count, f"file://{folder}/rendezvous", backend)
+            spawn(_all_reduce, words, nprocs=count)  # type: ignore[no-untyped-call]
     except Exception as error:
         problem = f"all-reduce of {count} processes failed over {backend} ({summary(str(error), 300)})"
         remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"

@@ -68,6 +68,7 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
     """
     smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
     passes = [(smallest, batch, side) for side in sizes] + [("evaluate.size", 2, eval_size)]
+    hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
     for key, images, side in passes:
         try:
             with torch.no_grad():
@@ -77,8 +78,8 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
             raise RequestError(
                 f"{options.arch} cannot take passes of {images} images of {side} px ({one_line(error, 300)})",
-                f"raise {key}{' or set model.args.img_size' if options.arch.startswith('timm/') else ''}, or have more"
-                " images in a pass (batch.global, batch.accumulate, exact.shards, number of processes)",
+                f"raise {key}{hint}, or have more images in a pass (batch.global, batch.accumulate,"
+                " exact.shards, number of processes)",
             ) from None
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if found not in [(images, num_classes), (min(images, 2), num_classes)]:
@@ -133,8 +134,10 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
         layer = node.name().removesuffix("Backward0")
         if layer in _NOT_DETERMINISTIC:
             raise RequestError(
-                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time",
-                "choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu",
+                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each"
+                " time",
+                "choose another model.arch, or train without run.deterministic and run.exact, or with"
+                " run.device=cpu",
             )
         nodes += [before for before, _ in node.next_functions]
 
@@ -152,7 +155,7 @@ def _check_weights_have_gradients(options: Model, plan: Plan, model: nn.Module) 
     unused = [name for name, param in model.named_parameters() if param.requires_grad and name in missing]
     if unused:
         raise RequestError(
-            f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with several"
-            " processes parallel=ddp needs a gradient of each weight",
+            f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with"
+            " several processes parallel=ddp needs a gradient of each weight",
             "remove the unused layers, set requires_grad=False on their weights, or train with run.exact=true",
         )

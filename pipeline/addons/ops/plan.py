@@ -9,7 +9,8 @@ from pipeline.cli.arguments import Commands, add_command, add_recipe, positive_i
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(
-        commands, "plan", _plan, "show batch sizes, steps, learning rate and memory of a run, without running it",
+        commands, "plan", _plan,
+        "show batch sizes, steps, learning rate and memory of a run, without running it",
         "Print what RECIPE comes to with N processes on M machines: data, batch sizes, steps, learning rate,"
         " validation, checkpoints and memory. Nothing is trained.",
         "pipeline plan resnet50-90 data.root=/data --world 8",

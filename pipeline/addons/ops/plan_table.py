@@ -30,7 +30,8 @@ def rows(plan: Plan) -> dict[str, str]:
     warmup = f", {plan.warmup_steps:,} steps of warm-up" if plan.warmup_steps else ""
     stages = (
         f"{plan.world} = {plan.world // plan.stages} × {plan.stages} (copies × stages); a copy's pass of"
-        f" {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch} (micro-batches × images)"
+        f" {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
+        " (micro-batches × images)"
     )
     named = {
         "data": plan.describe(),
@@ -63,8 +64,8 @@ def memory_row(config: Config, parameters: int, plan: Resources) -> str:
     copies = 2 + moments
     total = 4 * parameters * copies
     row = (
-        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the"
-        f" optimizer) = {mib(total)}"
+        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of"
+        f" the optimizer) = {mib(total)}"
     )
     parts = {"fsdp": fsdp_slices(config, plan), "stages": config.stages.count}.get(config.parallel, 1)
     if parts == 1:

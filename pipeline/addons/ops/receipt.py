@@ -25,7 +25,8 @@ from pipeline.train.listener import End, Evaluated, Listener, Start
 FORMAT = 1
 # the names of facts in the journal, which are MLflow's, and in the receipt
 _NAMES = {
-    "mlflow.source.git.commit": "commit", "mlflow.docker.image.uri": "image", "mlflow.docker.image.id": "image_id",
+    "mlflow.source.git.commit": "commit", "mlflow.docker.image.uri": "image",
+    "mlflow.docker.image.id": "image_id",
 }  # fmt: skip
 
 

@@ -22,8 +22,8 @@ _ADVICE: dict[Entry, tuple[float, str]] = {
     "data": (0.1, "waiting for data {share}: raise data.workers, or pack the data (pipeline data pack)"),
     "copy": (0.2, "converting the images on the device {share}: check what else uses the GPU"),
     "communication": (
-        0.25, "waiting for the other processes {share}: raise batch.global or batch.accumulate, so that they meet"
-        " less often; look for a slow rank or network",
+        0.25, "waiting for the other processes {share}: raise batch.global or batch.accumulate, so that they"
+        " meet less often; look for a slow rank or network",
     ),
     "validation": (0.4, "validation {share}: raise evaluate.every or evaluate.batch"),
     "checkpoint": (0.1, "saving {share}: raise checkpoint.every, or put run.dir on a faster disk"),

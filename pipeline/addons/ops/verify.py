@@ -68,11 +68,9 @@ def _repetition_config(run: Run, repeated: Path) -> Config:
     It has no mirror either: from there the repetition would restore the finished run. Digits that
     are not there are made in their default place, never in a folder that only the receipt names.
     """
-    changes = [
-        f"run.dir={repeated}", "run.resume=auto", "run.trace=false", "track.uri=none", "track.report=false", "track.required=false",
-        "checkpoint.mirror=none", "data.cache=none",
-    ]  # fmt: skip
-    config = run.config(changes)
+    words = "run.resume=auto run.trace=false track.uri=none track.report=false track.required=false"
+    places = [f"run.dir={repeated}", "checkpoint.mirror=none", "data.cache=none"]
+    config = run.config([*words.split(), *places])
     check_place_is_trusted("data.root", config.data.root)
     check_place_is_trusted("model.init", config.model.init)
     check_is_trusted(config.model.arch)  # `pipeline train` trusts what is in its recipe
