@@ -5,11 +5,7 @@ import pickle
 import re
 import resource
 import shutil
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ import pytest
 import torch
 from harness import Result, quick
 from object_store import Bucket, FaultProxy
+from server import Gateway
 
 from pipeline import errors, machine
 from pipeline.addons.datasets.write_pack import pack
@@ -112,7 +109,8 @@ def test_a_node_runs_only_the_checks_of_a_node(
 
 def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digits: Path) -> None:
     required = "track.required=true"
-    with _server(403) as uri:
+    with Gateway("", lambda *_: "403 Invalid Host header") as server:
+        uri = server.uri
         result = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
         assert result.code == 0, "training needs no tracker"
         assert "answers 403" in findings(result)["MLflow"]["line"]
@@ -128,14 +126,16 @@ def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digi
 
 @pytest.mark.parametrize(("status", "says"), [(500, "answers 500"), (200, "other bytes")])
 def test_a_server_that_stores_no_files_is_named(tmp_path: Path, status: int, says: str) -> None:
-    with _server(status) as uri, pytest.raises(errors.TemporaryError, match=says):
-        tracker.check_server_stores_files(load("digits", [f"track.uri={uri}"]), RunFolder(tmp_path))
+    with Gateway("", lambda *_: f"{status} x") as server:
+        config = load("digits", [f"track.uri={server.uri}"])
+        with pytest.raises(errors.TemporaryError, match=says):
+            tracker.check_server_stores_files(config, RunFolder(tmp_path))
 
 
 def test_the_address_in_an_error_has_no_password(tmp_path: Path) -> None:
-    with _server(401) as uri:
-        config = load("digits", [f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}"])
-        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401"):
+    with Gateway("", lambda *_: "401 x") as server:
+        config = load("digits", [f"track.uri={server.uri.replace('//', '//me:Zx9/Qw#r@')}"])
+        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {server.uri} answers 401"):
             tracker.check_server_answers(config, RunFolder(tmp_path))
 
 
@@ -204,26 +204,6 @@ def test_the_all_reduce_check_reports_what_failed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(errors.TemporaryError, match=r"all-reduce of 2 processes failed over gloo .*: look"):
         checks.check_all_reduce(config, HERE.resized(2))
-
-
-@contextmanager
-def _server(status: int) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.send_response(status)
-            self.end_headers()
-
-        do_PUT = do_DELETE = do_GET
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
 
 
 # --- object stores
