@@ -148,7 +148,7 @@ def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> N
     weights = receipt(uninterrupted.folder)["evaluations"][1]["weights"]
     assert result.code == 0
     assert result.out.startswith(
-        f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights};"
+        f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights}\n"
     )
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")} == before
 
