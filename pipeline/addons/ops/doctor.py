@@ -65,7 +65,7 @@ def examine(
 
 
 class Findings:
-    """What the checks have found so far."""
+    """The findings of the checks so far, and the error that they end with."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
