@@ -95,20 +95,15 @@ def _micro_batch(global_batch: int, world: int, accumulate: int) -> int:
 def _shards_per_process(config: Config, world: int) -> int:
     """Return the number of shards of each process in exact mode; each shard is one pass."""
     global_batch, shards = config.batch.global_, config.exact.shards
-    if global_batch % shards:
+    passes = world * config.batch.accumulate
+    if global_batch % shards or shards % world or shards < passes:
+        works = [n for n in range(passes, global_batch + 1) if global_batch % n == 0 and n % world == 0]
+        nearest = sorted(sorted(works, key=lambda n: abs(n - shards))[:6])
+        worlds = f"worlds that work are {near_divisors(shards, world)}"
         raise RequestError(
-            f"batch.global={global_batch} does not divide by exact.shards={shards}",
-            f"the nearest exact.shards that work are {near_divisors(global_batch, shards)}",
-        )
-    if shards % world:
-        raise RequestError(
-            f"exact.shards={shards} does not divide by {count_of(world, 'process', 'es')}",
-            f"worlds that work are {near_divisors(shards, world)}",
-        )
-    if config.batch.accumulate > shards // world:
-        raise RequestError(
-            f"batch.accumulate={config.batch.accumulate} is more than the {shards // world} shards of a process",
-            "raise exact.shards",
+            f"exact.shards={shards} does not divide batch.global={global_batch} among"
+            f" {count_of(world, 'process', 'es')} with batch.accumulate={config.batch.accumulate}",
+            f"exact.shards that work are {', '.join(map(str, nearest))}" if works else worlds,
         )
     return shards // world
 
@@ -217,17 +212,13 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
     if mode == "off":
         return False, "train.compile=off"
     if mode != "auto":
-        if syncs:
-            problem = f"train.compile={mode} does not support model.batchnorm=sync"
-            raise RequestError(problem, "leave one of them out")
-        # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
-        # (pytorch#139207) or crashed (pytorch#128218)
-        if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
-            problem = "train.compile=reduce-overhead records CUDA graphs of one process with a GPU"
-            raise RequestError(problem, "start one process with a GPU, or use train.compile=auto")
-        if missing:
-            problem = f"train.compile={mode} needs {missing}"
-            raise RequestError(problem, "install it, or set train.compile=auto")
+        # no CUDA graphs with DDP: torch cuts its graphs at the buckets, where CUDA graphs were
+        # skipped (pytorch#139207) or crashed (pytorch#128218)
+        needs_one_gpu = mode == "reduce-overhead" and not (has_gpu and world.size == 1)
+        needs = "model.batchnorm=local or average" if syncs else missing
+        needs = "one process with a GPU" if needs_one_gpu else needs
+        if needs:
+            raise RequestError(f"train.compile={mode} needs {needs}", "add it, or set train.compile=auto")
         return True, f"train.compile={mode}"
     reasons_not_to = {
         "model.batchnorm=sync splits the compiled graph in each layer": syncs,

@@ -145,7 +145,7 @@ def test_a_compilation_that_cannot_be_is_refused_by_name() -> None:
     pair: dict[str, object] = {**gpu, "size": 2, "local_size": 2}
     for words, world_fields, problem in (
         ([word, "run.device=cpu"], gpu, "one process with a GPU"), ([word], pair, "one process with a GPU"),
-        (["train.compile=on", "model.batchnorm=sync"], pair, "batchnorm=sync"),
+        (["train.compile=on", "model.batchnorm=sync"], pair, "needs model.batchnorm"),
         ([word], {**gpu, "missing_to_compile": "a compiler"}, f"{word} needs a compiler"),
         ([word, "batch.accumulate=2"], gpu, "batch.accumulate"),
         ([word, "augment.first_size=16"], gpu, "augment.first_size"),
