@@ -204,11 +204,9 @@ def words_of(text: str, **values: str) -> list[str]:
     return [word.replace("_epochs", " epochs") for word in text.split()]
 
 
-def some(rows: list[Advice], every: int) -> list[Any]:
+def some(rows: list[Advice], every: int, mark: pytest.MarkDecorator) -> list[Any]:
     """Return the rows as parameters, of which each push tries one in `every`."""
-    return [
-        row if at % every == 1 else pytest.param(row, marks=pytest.mark.full) for at, row in enumerate(rows)
-    ]
+    return [row if at % every == 1 else pytest.param(row, marks=mark) for at, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("row", some(MIRROR_ROWS, 3, pytest.mark.long), ids=str)
