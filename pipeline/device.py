@@ -13,20 +13,20 @@ from pipeline.world import World, is_launched
 
 
 def choose_device(config: Config, world: World) -> torch.device:
-    """Return this process's device.
+    """Return this process's device; never fall back to the CPU.
 
     Raises RequestError if a GPU is requested or present and torch cannot use it, TemporaryError if
-    it is full or fails; never falls back to the CPU.
+    it is full or fails.
     """
-    wanted = config.run.device
-    if wanted == "cpu" or (wanted == "auto" and not has_gpu() and not torch.cuda.is_available()):
+    wanted, is_usable = config.run.device, torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not has_gpu() and not is_usable):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        if not has_gpu():
-            raise no_gpu_error()
+    if not has_gpu() and not is_usable:
+        raise no_gpu_error()
+    software = f"torch {torch.__version__} (CUDA {torch.version.cuda}, driver {driver_version()})"
+    if not is_usable:
         raise RequestError(
-            f"this machine has a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it with"
-            f" driver {driver_version()}",
+            f"this machine has a GPU, but {software} cannot use it",
             "update the driver (CUDA 13 needs 580 or later), or set run.device=cpu",
         )
     gpus = torch.cuda.device_count()
@@ -42,7 +42,7 @@ def choose_device(config: Config, world: World) -> torch.device:
         torch.cuda.set_device(device)
         _compute(device)
     except RuntimeError as error:
-        problem = f"torch {torch.__version__} cannot use the GPU {device} ({one_line(error)})"
+        problem = f"{software} cannot use the GPU {device} ({one_line(error)})"
         if "no kernel image" in str(error):  # the GPU is older or newer than this torch
             raise RequestError(problem, "install a build for it, or set run.device=cpu") from None
         raise TemporaryError(

@@ -3,15 +3,10 @@
 Code that cannot continue a run raises a `RunError`. The command line prints its one line and exits
 with its code. Nothing else in this package chooses an exit code, so scripts, launchers and
 Kubernetes can rely on them.
-
-torchrun exits 1 whatever its ranks return. So a rank that ends with 2, 3 or 4 also saves its
-failure in the run's folder. The next start of the same request prints that line and exits with that
-code instead of failing the same way again. Errors found by the checks before a start
-(`operate.request`) are not saved: the next start checks again.
 """
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 OK = 0
@@ -30,14 +25,10 @@ def printable_line(text: object) -> str:
 
 
 def summary(text: str, length: int = 600) -> str:
-    """Return an error, without the frames of tracebacks in it, as one line.
-
-    A long one is cut in the middle: its beginning or its end may name the cause.
-    """
-    lines = [
-        line for line in text.splitlines() if not line.startswith("  ") and "Traceback (most" not in line
-    ]
+    """Return an error, without the frames of tracebacks in it, as one line."""
+    lines = [line for line in text.splitlines() if not line.startswith("  ") and "Traceback" not in line]
     line = one_line(" ".join(lines), len(text))
+    # a long one is cut in the middle: its beginning or its end may name the cause
     return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"
 
 
@@ -64,10 +55,7 @@ def nearest(word: str, words: Sequence[str], cutoff: float = 0.5) -> str:
 
 
 class RunError(Exception):
-    """An error that ends the run, with one line for people and an exit code for scripts.
-
-    The line is the problem, then what to do about it if that is known.
-    """
+    """An error that ends the run: its line is the problem, then what to do about it if known."""
 
     code = CRASH
     is_collective = False
@@ -83,10 +71,6 @@ class RunError(Exception):
 
     def __str__(self) -> str:
         return f"{self.problem}: {self.remedy}" if self.remedy else self.problem
-
-
-class DivergedError(RunError):
-    """The weights differ between processes. Checkpoints before that are good."""
 
 
 class RequestError(RunError):
@@ -119,14 +103,10 @@ PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 
 def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
-    kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
-    return next((kind for kind in kinds if kind.code == code), RunError)
+    return next((kind for kind in RunError.__subclasses__() if kind.code == code), RunError)
 
 
-def shorten(name: str, width: float, width_of: Callable[[str], float] = len) -> str:
-    """Return a class's name in one line of at most `width`, by default in characters."""
-    name = shown = " ".join(name.split())
-    while name and width_of(shown) > width:
-        name = name[:-1]
-        shown = f"{name}…"
-    return shown
+def shorten(name: str, width: int) -> str:
+    """Return a name in one line of at most `width` characters."""
+    line = " ".join(name.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"

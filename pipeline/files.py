@@ -16,7 +16,6 @@ from typing import Any
 _PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names and process ids
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk without room."""
-_MAX_JSON_DEPTH = 100  # several times that of any file of ours
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
@@ -33,7 +32,6 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of `path`, and rename it to `path` if the block succeeds.
 
     If the block fails, the temporary file is removed and `path` does not change. Raises OSError.
-    shared: see `temporary_sibling`.
     """
     temporary = temporary_sibling(path, shared=shared)
     try:
@@ -43,17 +41,21 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file, and sync its data to the disk. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool = False) -> None:
     """Replace a file by `data`, completely or not at all. Raises OSError.
 
-    durable: sync the data to the disk before the file gets its name. shared: see
-    `temporary_sibling`.
+    durable: sync the data to the disk before the file gets its name.
     """
-    with replacing(path, shared=shared) as temporary, open(temporary, "wb") as file:
-        file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
+    with replacing(path, shared=shared) as temporary:
+        write_synced(temporary, data) if durable else temporary.write_bytes(data)
 
 
 def target_of(path: Path) -> Path:
@@ -88,22 +90,14 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text that others may have written.
 
-    Raises ValueError if it is not JSON, or if it is nested so deeply that parsing it, or printing
-    what was parsed, could raise RecursionError.
+    Raises ValueError if it is not JSON, or so deeply nested that printing it would fail.
     """
     try:
         value = json.loads(text)
+        json.dumps(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level: list[Any] = [[value]]
-    for _ in range(_MAX_JSON_DEPTH):
-        children = (
-            child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent)
-        )
-        level = [child for child in children if isinstance(child, dict | list)]
-        if not level:
-            return value
-    raise ValueError("it is nested too deeply")
+    return value
 
 
 def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:

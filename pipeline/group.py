@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pipeline.config.interface import Settings
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.supervision import launch_id
 from pipeline.world import ALONE, World
 
 T = TypeVar("T")
@@ -30,13 +29,7 @@ _GLOO_ERROR = r"\[[^]]*/gloo/[^]]*:\d+\] |Application timeout caused pair closur
 """Start of what gloo raises, as RuntimeError (torch 2.14): file and line of its source."""
 _RESTORE_S = 3600
 """Time that rank 0 may take to download a run from its mirror before it joins."""
-
-
-class CompletedWork:
-    """The handle of an asynchronous collective of one process."""
-
-    def wait(self) -> None:
-        pass
+JOIN_ADVICE = f"start all processes of the job, or {ALONE}"
 
 
 class Group:
@@ -57,15 +50,15 @@ class Group:
         ranks = self.all_gather((socket.gethostname(), os.getpid()))
         self.hosts = [host for host, _ in ranks]
         """The host name of each rank."""
-        this_host, this_pid = socket.gethostname(), os.getpid()
-        self.local_peer_pids = [pid for host, pid in ranks if host == this_host and pid != this_pid]
+        self.local_peer_pids = [
+            pid for host, pid in ranks if host == self.hosts[self.rank] and pid != os.getpid()
+        ]
         """The process ids of the other ranks on this machine."""
 
     def _join(self, timeout_s: float) -> None:
         world = self.world
-        if (
-            world.local_size == world.size
-        ):  # no other machine may reach the ranks: gloo unpickles what it receives
+        if world.local_size == world.size:
+            # no other machine may reach the ranks: gloo unpickles what it receives
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
@@ -75,7 +68,8 @@ class Group:
             )
         except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
             raise TemporaryError(
-                f"rank {world.rank} of {world.size} found no group within {timeout_s:g} s: {join_advice()} ({error})"
+                f"rank {world.rank} of {world.size} found no group within {timeout_s:g} s ({error})",
+                JOIN_ADVICE,
             ) from error
         _set_timeout("cpu", self._timeout)
 
@@ -95,29 +89,26 @@ class Group:
             dist.all_reduce(total)
         return total
 
-    def all_reduce_async(self, counts: Tensor) -> CompletedWork | dist.Work:
+    def all_reduce_async(self, counts: Tensor) -> dist.Work | None:
         """Start to replace `counts` (int64, on the device) by its sum over the ranks, in place."""
-        return CompletedWork() if self._is_alone else dist.all_reduce(counts, async_op=True)
+        return None if self._is_alone else dist.all_reduce(counts, async_op=True)
 
     def all_gather(self, item: Any) -> list[Any]:
         """Return the items of all ranks, in rank order, on every rank. For small, rare objects."""
-        if self._is_alone:
-            return [item]
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)  # uses the CPU backend if the group has one
+        items = [item] * self.size
+        if not self._is_alone:
+            dist.all_gather_object(items, item)  # uses the CPU backend if the group has one
         return items
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Return rank 0's bytes on every rank. data: ignored on other ranks."""
         if self._is_alone:
-            assert data is not None
-            return data
-        length = torch.tensor([len(data) if data is not None else 0])
-        dist.broadcast(length, 0)
-        buffer = torch.empty(int(length), dtype=torch.uint8)
-        if data:
+            return data or b""
+        length = self.all_gather(len(data or b""))[0]
+        buffer = torch.empty(length, dtype=torch.uint8)
+        if data and self.is_main:
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if len(buffer):
+        if length:
             dist.broadcast(buffer, 0)
         return buffer.numpy().tobytes()
 
@@ -202,16 +193,10 @@ def _set_timeout(device: str, timeout: timedelta) -> None:
     dist.group.WORLD._get_backend(torch.device(device))._set_default_timeout(timeout)
 
 
-def join_advice() -> str:
-    """Return what to do if a group does not form. RANK may be that of a pod whose shell is used."""
-    return "start all processes of the job" + (f", or {ALONE}" if launch_id() is None else "")
-
-
 def is_peer_failure(error: Exception) -> bool:
     """Return True if an error is only the consequence of another process's failure."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and re.match(_GLOO_ERROR, str(error)) is not None
-    )
+    is_of_gloo = isinstance(error, RuntimeError) and re.match(_GLOO_ERROR, str(error)) is not None
+    return is_of_gloo or isinstance(error, dist.DistError)
 
 
 def start(config: Settings, world: World, device: torch.device) -> Group:
@@ -223,21 +208,13 @@ def start(config: Settings, world: World, device: torch.device) -> Group:
         return Group(world, device)
     group = Group(world, device, config.run.timeout, _RESTORE_S if config.checkpoint.mirror else 0)
     if device.type == "cuda":
-        _check_gpus_differ(group, str(torch.cuda.get_device_properties(device).uuid))
+        # NCCL refuses that, too, but only at its first collective, and without naming the ranks
+        gpus = group.all_gather(str(torch.cuda.get_device_properties(device).uuid))
+        for rank, gpu in enumerate(gpus):
+            if gpus.index(gpu) < rank:
+                raise RequestError(
+                    f"ranks {gpus.index(gpu)} and {rank} use the same GPU ({group.hosts[rank]}, {gpu})",
+                    "start one process per GPU and give each its LOCAL_RANK, or show each process only its own GPU,"
+                    " or set run.device=cpu",
+                ).collective()
     return group
-
-
-def _check_gpus_differ(group: Group, uuid: str) -> None:
-    """Raise RequestError on all ranks if two of them use the same GPU. uuid: this rank's GPU.
-
-    NCCL refuses that, too, but only at its first collective, and without naming the ranks.
-    """
-    first_rank: dict[str, int] = {}
-    for rank, gpu in enumerate(group.all_gather(uuid)):
-        if gpu in first_rank:
-            raise RequestError(
-                f"ranks {first_rank[gpu]} and {rank} use the same GPU ({group.hosts[rank]}, {gpu})",
-                "start one process"
-                " per GPU and give each its LOCAL_RANK, or show each process only its own GPU, or set run.device=cpu",
-            ).collective()
-        first_rank[gpu] = rank

@@ -3,7 +3,6 @@
 CPUs and memory are those that this process may use, by its affinity mask and its cgroup's limits.
 """
 
-import errno
 import os
 import re
 import shutil
@@ -19,12 +18,10 @@ _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_cpus() -> int:
-    """Return the CPUs that the affinity mask and the cgroup allow, at least 1.
-
-    The mask is that of the torchrun agent if there is one: with --numa-binding it binds each rank
-    to some of the CPUs, and the ranks of a machine divide all of them.
-    """
-    agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # 0: this process
+    """Return the CPUs that the affinity mask and the cgroup allow, at least 1."""
+    # torchrun's --numa-binding binds each rank to some of the CPUs, and the ranks of a machine
+    # divide all of them: those of the agent. 0 is this process.
+    agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
     quotas = [quota // period for quota, period in _cgroup_limits("cpu.max")]
     return max(1, min([len(os.sched_getaffinity(agent_pid)), *quotas]))
 
@@ -37,17 +34,16 @@ def available_memory() -> int:
 
 def start_failure(processes: str, error: OSError, otherwise: str) -> str:
     """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
-    remedy = "raise the limits on processes, memory and open files"
-    if error.errno in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS):
-        remedy = "give them a /dev/shm (docker: --shm-size, k8s render: --shm) for semaphores"  # see sem_overview(7)
-    return f"{processes} cannot start: {error.strerror}: {remedy}, or {otherwise}"
+    return (
+        f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the limits on"
+        f" processes, memory and open files, or {otherwise}"
+    )
 
 
 def missing_to_compile() -> str:
     """Return a missing prerequisite of torch.compile, or ""."""
-    variable, names = (
-        ("CC", ("gcc", "clang")) if has_gpu() else ("CXX", ("g++", "clang++"))
-    )  # Triton, Inductor
+    # Triton needs a C compiler, Inductor on a CPU one for C++
+    variable, *names = ("CC", "gcc", "clang") if has_gpu() else ("CXX", "g++", "clang++")
     if not any(shutil.which(name) for name in (os.environ.get(variable, names[0]), *names)):
         return f"a compiler ({names[0]}, or {variable} in the environment)"
     header = Path(sysconfig.get_path("include"), "Python.h")
@@ -62,10 +58,10 @@ def has_gpu() -> bool:
 
 
 def no_gpu_error() -> RequestError:
-    remedy = "use run.device=cpu, or auto, or look at CUDA_VISIBLE_DEVICES"
-    if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod
-        remedy = "render with --runtime-class nvidia, or with --cpu"
-    return RequestError("run.device=cuda, but no GPU is visible here", remedy)
+    return RequestError(
+        "run.device=cuda, but no GPU is visible here",
+        "use run.device=cpu, or auto, look at CUDA_VISIBLE_DEVICES, or render with --runtime-class nvidia",
+    )
 
 
 def _cgroup_limits(file: str) -> list[list[int]]:
@@ -74,9 +70,8 @@ def _cgroup_limits(file: str) -> list[list[int]]:
     A level without a limit says "max", and is left out.
     """
     with suppress(OSError, ValueError):
-        lines = _OWN_CGROUP.read_text(encoding="utf-8").splitlines()
-        name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
-        folder = _CGROUPS / name
+        own = re.search("^0::(.*)$", _OWN_CGROUP.read_text(encoding="utf-8"), re.MULTILINE)
+        folder = _CGROUPS / (own[1] if own else "").strip("/")
         files = [level / file for level in (folder, *folder.parents) if level.is_relative_to(_CGROUPS)]
         texts = [path.read_text(encoding="utf-8") for path in files if path.exists()]
         return [[int(word) for word in text.split()] for text in texts if "max" not in text]

@@ -12,9 +12,8 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel send SIGKILL to this process when the thread that started it ends.
 
-    Otherwise an orphaned rank would keep training and writing checkpoints, and an orphaned loader
-    worker would keep its memory. A forked process does not inherit this, so each process calls this
-    function. If `parent_pid` died before the call, the process exits here.
+    An orphaned rank would keep training and writing checkpoints. A forked process does not inherit
+    this, so each calls this function. If `parent_pid` died before the call, the process exits here.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:

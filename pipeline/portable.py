@@ -4,20 +4,12 @@ Promise: a portable run on CPUs ends with the same weights on any such machine, 
 the data, the software and the number of processes. On GPUs the promise is for what the CPU makes:
 initial weights and pixels.
 
-Why this holds: ATen, oneDNN and MKL choose kernels by the CPU's model and vector extensions, and
-these add in different orders. They read three variables when they are loaded, which choose kernels
-that all these CPUs have. (MKL_CBWR=AVX2 would be faster, but MKL ignores it on AMD's CPUs.) Each
-process has one thread, because threads divide sums. Of what a run computes, one operation still
-depends on the CPU: torch takes square roots from MKL's vector library, which starts from the
-approximate instruction `rsqrtps` and does not return the IEEE root. NumPy uses the exact
-instruction.
-
-`exp`, `log`, `sin` and the like of Python are the C library's, which has one kernel for all CPUs
-with AVX2 and FMA; so are those in NumPy's random draws. NumPy's functions of arrays are not: with
-AVX-512 even `exp` gives other bits, so a run uses only arithmetic, `sqrt` and sorts of arrays.
-docs/reproducibility.md names what differs.
-
-torch is imported where it is used: the variables must be set before.
+Why this holds: ATen, oneDNN and MKL choose kernels by the CPU's model, and these add in different
+orders. Three variables, read when they are loaded, choose kernels that all these CPUs have. (MKL
+ignores MKL_CBWR=AVX2, which is faster, on AMD's CPUs.) Each process has one thread, because threads
+divide sums. One operation of a run still depends on the CPU: torch takes square roots from MKL,
+which starts from the approximate instruction `rsqrtps`. NumPy uses the exact one. Of NumPy a run
+uses only arithmetic, `sqrt` and sorts of arrays: with AVX-512 even `exp` gives other bits.
 """
 
 import os
@@ -33,7 +25,7 @@ import numpy as np
 from pipeline.config.schema import Config
 from pipeline.world import World
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported where it is used: the variables must be set before
     import torch
     from torch import Tensor
 
@@ -47,34 +39,36 @@ def portability(config: Config, world: World) -> tuple[bool, str]:
     """
     if not config.is_portable:
         return False, "run.portable=false" if config.is_deterministic else ""
-    lacks = " and ".join(sorted({"avx2", "fma"} - _cpu_flags())).upper()
-    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    other = " ".join(f"{name}={value}" for name, value in given.items() if value != VARIABLES[name])
-    if lacks:
-        return False, f"this CPU is not an x86-64 with {lacks}"
-    if other:
-        return False, f"the environment has {other}: unset it"
-    if "torch" in sys.modules and given != VARIABLES:
-        return False, "torch was imported before the variables that it reads were set"
-    if not config.is_deterministic:
-        return False, "model.batchnorm=average rounds differently after a resume: use local"
+    if why := _obstacle(config, on_gpu=world.uses_gpu(config.run.device)):
+        return False, why
     if world.uses_gpu(config.run.device):
         return True, "initial weights and pixels; the rest depends on the model of GPU"
-    if config.run.threads not in (None, 1):
-        return False, f"run.threads={config.run.threads} divides sums: leave it out"
-    if config.train.compile in ("on", "reduce-overhead"):
-        return False, f"train.compile={config.train.compile} makes kernels for this model of CPU"
-    if config.train.precision in ("bf16", "fp16"):
-        return (
-            False,
-            f"train.precision={config.train.precision} needs instructions that few CPUs have: use fp32",
-        )
     if ":" in config.model.arch:
-        return (
-            True,
-            f"if {config.model.arch} uses no operation that docs/reproducibility.md names as different",
-        )
+        operations = "operation that docs/reproducibility.md names as different"
+        return True, f"if {config.model.arch} uses no {operations}"
     return True, "any x86-64 CPU with AVX2 computes the same bits; run.portable=false may be faster"
+
+
+def _obstacle(config: Config, *, on_gpu: bool) -> str:
+    """Return why this run cannot be portable, or ""."""
+    train, given = config.train, {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if lacks := {"avx2", "fma"} - _cpu_flags():
+        return f"this CPU is not an x86-64 with {' and '.join(sorted(lacks)).upper()}"
+    if other := " ".join(f"{name}={value}" for name, value in given.items() if value != VARIABLES[name]):
+        return f"the environment has {other}: unset it"
+    if "torch" in sys.modules and given != VARIABLES:
+        return "torch was imported before the variables that it reads were set"
+    if not config.is_deterministic:
+        return "model.batchnorm=average rounds differently after a resume: use local"
+    if on_gpu:
+        return ""
+    if config.run.threads not in (None, 1):
+        return f"run.threads={config.run.threads} divides sums: leave it out"
+    if train.compile in ("on", "reduce-overhead"):
+        return f"train.compile={train.compile} makes kernels for this model of CPU"
+    if train.precision in ("bf16", "fp16"):
+        return f"train.precision={train.precision} needs instructions that few CPUs have: use fp32"
+    return ""
 
 
 def prepare(config: Config, world: World) -> None:
@@ -95,7 +89,11 @@ def use_exact_roots() -> "torch.library.Library":
     import torch
 
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name, function in (("sqrt", _sqrt), ("sqrt_", _sqrt_), ("sqrt.out", _sqrt_out)):
+    for name, function in {
+        "sqrt": _sqrt,
+        "sqrt_": lambda x: x.copy_(_sqrt(x)),
+        "sqrt.out": lambda x, *, out: out.resize_(x.shape).copy_(_sqrt(x)),
+    }.items():
         library.impl(name, function, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
     return library
 
@@ -109,14 +107,6 @@ def _sqrt(x: "Tensor") -> "Tensor":
     with np.errstate(invalid="ignore"):  # the root of a negative number is NaN, as torch's
         np.sqrt(wide.numpy(), out=roots.numpy())
     return roots.to(given.dtype)
-
-
-def _sqrt_(x: "Tensor") -> "Tensor":
-    return x.copy_(_sqrt(x))
-
-
-def _sqrt_out(x: "Tensor", *, out: "Tensor") -> "Tensor":
-    return out.resize_(x.shape).copy_(_sqrt(x))
 
 
 def _cpu_flags() -> set[str]:

@@ -19,8 +19,7 @@ FIXED_ORDER_ALGORITHM = "Ring"
 """NCCL's algorithm in deterministic mode: it sums in the same order in each start.
 
 On GPUs with an NVSwitch NCCL may choose NVLS, whose sums can differ from call to call
-(NVIDIA/nccl#1497). In its deterministic mode torch 2.14 excludes NVLS, but not NVLSTree. NCCL
-chooses protocol, channels and chunks by message size and topology, so they need no setting.
+(NVIDIA/nccl#1497). torch's deterministic mode (2.14) excludes NVLS, but not NVLSTree.
 """
 
 
@@ -59,9 +58,7 @@ def configure_torch(*, deterministic: bool, exact: bool = False, precision: str,
     import torch
 
     torch.set_num_threads(threads)
-    allow_tf32 = precision == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
-    torch.backends.cudnn.allow_tf32 = allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     if deterministic:
         # cuBLAS reads this when its first handle is created, so it must be set before any GPU work.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

@@ -46,15 +46,11 @@ class _Stream(io.FileIO):
 
 
 def tolerate_failures() -> None:
-    """Replace the streams of this process, unless a program around it has replaced them.
-
-    A stream that is closed (`2>&-`) becomes the null device: otherwise the next file that is opened
-    would get its number, and everything that libraries print.
-    """
+    """Replace the streams of this process, unless a program around it has replaced them."""
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:
+        except OSError:  # closed (`2>&-`): the next file that is opened would get its number
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
             os.set_inheritable(number, True)
     for name in ("stdout", "stderr"):
@@ -83,10 +79,9 @@ def lose_unread_log() -> None:
 
 def output_error() -> OSError | None:
     """Return why standard output could not be written completely, or None."""
-    if not (raw := _raw(sys.stdout)):
-        return None
     sys.stdout.flush()
-    return raw.error
+    raw = _raw(sys.stdout)
+    return raw.error if raw else None
 
 
 def _raw(stream: object) -> _Stream | None:

@@ -1,12 +1,12 @@
 """Parents and peers of a rank: the torchrun agent that started it, and the other local ranks."""
 
-import contextlib
 import json
 import os
 import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import CRASH
@@ -18,25 +18,14 @@ NO_LAUNCH_ID = "none"
 
 
 def launch_id() -> str | None:
-    """Return torchrun's id of the job, or None without torchrun.
-
-    It stays the same when torchrun restarts the ranks, when nodes come and go, and in a node that
-    replaces a lost one.
-    """
+    """Return torchrun's id of the job, which stays the same at restarts; None without torchrun."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
-def restart_count() -> int:
-    """Return how often the torchrun agent has restarted the ranks."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
 def stop_restarts() -> None:
-    """Stop the torchrun agent of this rank if it would restart ranks that can only fail again.
-
-    An agent restarts after every kind of failure. The agent of `--nproc` never restarts.
-    """
-    if is_launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > restart_count():
+    """Stop the torchrun agent of this rank if it would restart ranks that can only fail again."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if is_launched() and restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -46,20 +35,18 @@ def report_to_agent(line: str, *, is_secondary: bool) -> None:
     The agent shows the error with the earliest timestamp, in whole seconds. So a secondary failure,
     which is the consequence of another rank's, gets a later timestamp.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         timestamp = int(time.time()) + (2 if is_secondary else 0)
         details = {"py_callstack": line, "timestamp": str(timestamp)}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(
-                json.dumps({"message": {"message": line, "extraInfo": details}}), encoding="utf-8"
-            )
+        text = json.dumps({"message": {"message": line, "extraInfo": details}})
+        with suppress(OSError):
+            Path(path).write_text(text, encoding="utf-8")
 
 
 def kill_stopped_peers(pids: list[int]) -> None:
     """Send SIGKILL to stopped local ranks (SIGSTOP): the agent would wait 30 s for each of them."""
     for pid in pids:
-        with contextlib.suppress(OSError, IndexError):
+        with suppress(OSError, IndexError):
             if process_stat(pid)[0] in "Tt":
                 os.kill(pid, signal.SIGKILL)
 
@@ -67,16 +54,13 @@ def kill_stopped_peers(pids: list[int]) -> None:
 def signal_children(number: int) -> None:
     """Send a signal to each child of this process."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError, IndexError):
+        with suppress(OSError, IndexError):
             if process_stat(int(pid))[1] == str(os.getpid()):
                 os.kill(int(pid), number)
 
 
 def process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on, see proc_pid_stat(5).
-
-    The second is the name of the program, which may contain spaces.
-    """
+    """Return the fields of /proc/PID/stat from the third on: the second may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
@@ -89,8 +73,8 @@ def cpu_seconds(pid: int) -> float:
 def die_with_agent() -> None:
     """Have the kernel send SIGKILL to this rank when its torchrun agent ends.
 
-    The agent's pid is not known, and the agent may have died before this call. If no ancestor is a
-    Python or torchrun process, our agent died, and the rank exits here.
+    The agent may have died before this call. If no ancestor is a Python or torchrun process (there
+    may be a script between a rank and its agent), our agent died, and the rank exits here.
     """
     die_with_parent(os.getppid())
     ancestor = os.getppid()
@@ -98,7 +82,7 @@ def die_with_agent() -> None:
         return  # the parent is outside our PID namespace
     try:
         while ancestor and not re.search(rb"python|torchrun", Path(f"/proc/{ancestor}/cmdline").read_bytes()):
-            ancestor = int(process_stat(ancestor)[1])  # there may be a script between a rank and its agent
+            ancestor = int(process_stat(ancestor)[1])
     except OSError:
         return  # /proc does not show other processes
     if not ancestor:

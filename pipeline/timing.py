@@ -5,8 +5,7 @@ and switches from entry to entry; what has no name is `other`. A switch costs le
 microsecond and never waits for a device.
 
 `communication` is what a step waits for other processes: from the moment when its own gradients are
-computed to the end of the backward pass, and in the agreement that follows. Data sent while
-gradients are still being computed costs nothing, and is not in it.
+computed to the end of the backward pass, and in the agreement that follows.
 """
 
 import time
@@ -17,16 +16,8 @@ from typing import Literal, get_args
 from pipeline.lazy import part
 
 Entry = Literal[
-    "data",
-    "copy",
-    "forward_backward",
-    "communication",
-    "optimizer",
-    "validation",
-    "checkpoint",
-    "tracking",
-    "other",
-]
+    "data", "copy", "forward_backward", "communication", "optimizer", "validation", "checkpoint", "tracking", "other"
+]  # fmt: skip
 ENTRIES: tuple[Entry, ...] = get_args(Entry)
 Seconds = dict[Entry, float]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pipeline.errors import RequestError
 from pipeline.machine import available_cpus, has_gpu, missing_to_compile
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+VARIABLES = {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""The launcher's variables and their defaults."""
 ALONE = "unset RANK and WORLD_SIZE to train or evaluate alone"
 
 
@@ -42,10 +43,7 @@ class World:
         return self.has_gpu and device != "cpu"
 
     def resized(self, size: int, nodes: int = 1) -> "World":
-        """Return rank 0's world with `size` processes on `nodes` machines like this one.
-
-        Raises RequestError if `nodes` does not divide `size`.
-        """
+        """Return rank 0's world with `size` processes on `nodes` machines like this one."""
         if size % nodes:
             raise RequestError(
                 f"--world {size} does not divide by --nodes {nodes}", f"give --world a multiple of {nodes}"
@@ -75,45 +73,28 @@ def from_environment() -> World:
     alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing_to_compile())
     if not is_launched():
         return alone
-    values = {}
-    for name, default in zip(VARIABLES, (None, None, "0", "1"), strict=True):
-        text = os.environ.get(name, default)
-        if text is None or not text.isdecimal():
-            given = f"{name}={text!r} in the environment is not an integer"
-            raise _invalid(f"{name} is not set" if text is None else given)
-        values[name] = int(text)
-    rank, size, local_rank, local_size = values.values()
-    if not (rank < size and local_rank < local_size <= size):
-        given = " ".join(f"{name}={value}" for name, value in values.items())
-        raise _invalid(f"{given} in the environment contradict each other")
-    init_method = _init_method() if size > 1 else None
-    return replace(
-        alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method
+    given = {name: os.environ.get(name, default) or "" for name, default in VARIABLES.items()}
+    if all(text.isdecimal() for text in given.values()):
+        rank, size, local_rank, local_size = map(int, given.values())
+        if rank < size and local_rank < local_size <= size:
+            address = _init_method() if size > 1 else None
+            return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank,
+                           init_method=address)  # fmt: skip
+    text = " ".join(f"{name}={value}" for name, value in given.items())
+    raise RequestError(
+        f"{text} in the environment is no place in a group", f"{ALONE}, or start with torchrun or --nproc"
     )
 
 
 def _init_method() -> str | None:
     """Return INIT_METHOD, or None if it is not set and MASTER_ADDR and MASTER_PORT are."""
     given, port = os.environ.get("INIT_METHOD"), os.environ.get("MASTER_PORT")
-    if given is None and port is not None and "MASTER_ADDR" in os.environ:
-        if not _is_port(port):
-            fix = "set it to a number from 1 to 65535 that is free on rank 0's machine, or "
-            raise _invalid(f"MASTER_PORT={port!r} in the environment is not a port", fix)
-        return None
-    address, _, port = (given or "").rpartition(":")
-    if re.fullmatch(r"tcp://[^/\s]+", address) and _is_port(port):
+    address = given if port is None or given else f"tcp://{os.environ.get('MASTER_ADDR', '')}:{port}"
+    match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})", address or "", re.ASCII)
+    if match and 0 < int(match[1]) < 1 << 16:
         return given
-    problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
-    if not given:
-        problem = "RANK and WORLD_SIZE are set, but no address of rank 0"
-    raise _invalid(
-        problem, "set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or "
+    raise RequestError(
+        f"RANK and WORLD_SIZE are set, but no address of rank 0: INIT_METHOD={given} MASTER_PORT={port}",
+        f"set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or {ALONE},"
+        " or start with torchrun or --nproc",
     )
-
-
-def _is_port(text: str) -> bool:
-    return bool(re.fullmatch(r"\d{1,5}", text, re.ASCII)) and 0 < int(text) < 1 << 16
-
-
-def _invalid(problem: str, fix: str = "") -> RequestError:
-    return RequestError(problem, f"{fix}{ALONE}, or start with torchrun or --nproc")

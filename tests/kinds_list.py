@@ -75,7 +75,7 @@ def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
     if config.model.channels_last:
         module = module.to(memory_format=torch.channels_last)
     strategy = choose_strategy(config, plan, module, Group(World(), CPU))
-    state = TrainState.build(strategy, LossGuard(strategy, ""), config)
+    state = TrainState.build(strategy, LossGuard(strategy, StepTimer(), ""), config)
     step = Step(config, plan, state, StepTimer())
     for _ in range(2):
         loss = step.forward_backward(batches(config, plan, state.step))

@@ -16,8 +16,8 @@ from faults.ledger import Notes
 from harness import SMALL, Job, kill, read_rows
 
 from pipeline.config.load import load
-from pipeline.errors import RequestError, StorageError, TemporaryError
-from pipeline.record import checkpoint, checkpoint_files
+from pipeline.errors import StorageError, TemporaryError
+from pipeline.record import checkpoint
 from pipeline.record.checkpoint import CheckpointWriter, decode
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
@@ -77,41 +77,23 @@ def test_every_damaged_checkpoint_is_detected_named_and_skipped(
         assert step_of(found[0]) == 1
         assert len(lines) == 1
         assert path.name in lines[0]
-    path.unlink()
-    path.mkdir()
-    lines = []
-    assert newest_verified(folder, lines.append)
-    assert "Is a directory" in lines[0]
-    notes.note("C2", times=len(damages) + 1)
+    notes.note("C2", times=len(damages))
 
 
-@pytest.mark.fault("C2")
-def test_no_verifying_checkpoint_is_an_error_and_not_a_fresh_start(folder: Path) -> None:
-    for path in list_checkpoints(folder):
-        path.write_bytes(b"x")
-    with pytest.raises(StorageError, match="none of the 2 checkpoints"):
-        newest_verified(folder, lambda _: None)
-    assert newest_verified(folder / "nowhere", pytest.fail) is None
-
-
-@pytest.mark.parametrize(
-    ("call", "code"), [("read_bytes", errno.EIO), ("iterdir", errno.ESTALE), ("stat", errno.ETIMEDOUT)]
-)
-@pytest.mark.parametrize("resume", ["auto", "runs"])
+@pytest.mark.parametrize("call", ["read_bytes", "iterdir", "stat"])
 def test_storage_out_of_reach_is_no_damage(
-    run: RunFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, resume: str
+    run: RunFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     failing, real = [run.path, folder, list_checkpoints(folder)[0]], getattr(Path, call)
 
     def fail(path: Path, **options: Any) -> Any:
         if path in failing:
-            raise OSError(code, os.strerror(code), str(path))
+            raise OSError(errno.ESTALE, "stale", str(path))
         return real(path, **options)
 
     monkeypatch.setattr(Path, call, fail)
-    word = resume if resume == "auto" else str(run.path)
     with pytest.raises(TemporaryError, match="is out of reach"):
-        find(load("digits", [f"run.dir={run.path}", f"run.resume={word}"]), run, None, pytest.fail)
+        find(load("digits", [f"run.dir={run.path}", f"run.resume={run.path}"]), run, None, pytest.fail)
 
 
 @pytest.mark.fault("H2")
@@ -181,19 +163,6 @@ def test_a_checkpoint_is_not_changed_by_the_next_step(run: RunFolder) -> None:
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
 
 
-def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(folder: Path) -> list[Path]:
-        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
-
-    monkeypatch.setattr(checkpoint_files, list_checkpoints.__name__, refuse)
-    for word, line in (
-        ("x" * 300, "run.resume=x+ is not"),
-        ("auto", f"run.dir={tmp_path} cannot be .*Permission d"),
-    ):
-        with pytest.raises(RequestError, match=line):
-            find(load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, print)
-
-
 @pytest.mark.fault("C1")
 def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
@@ -206,25 +175,14 @@ def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: 
     writer.wait()
     assert not writer.should_give_up, "saves have failed for less than ten minutes"
     assert len(lines) == 7
-    assert all("No space left on device: free disk space" in line and "10 min" in line for line in lines)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "MAX_FAILING_S", 0)
-        assert writer.should_give_up
-    (small_disk / "run").rename(small_disk / "gone")
-    assert writer.should_give_up, "it does not come back"
-    (small_disk / "gone").rename(small_disk / "run")
+    assert all("No space left on device" in line for line in lines)
+    monkeypatch.setattr(checkpoint, "MAX_FAILING_S", 0)
+    assert writer.should_give_up
     (small_disk / "filler").unlink()
     writer.save(contents(8), 8, None)
     writer.wait()
     assert not writer.should_give_up
     assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [8]
-
-
-def test_a_checkpoint_that_is_removed_while_the_folder_is_read_is_passed_over(folder: Path) -> None:
-    (folder / "step-00000003.0123456789abcdef.pt").symlink_to(
-        "gone"
-    )  # listed, and cannot be asked for its time
-    assert step_of(checkpoint_files.find(folder)) == 2
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run: RunFolder) -> None:
@@ -242,17 +200,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    run = Job(
-        tmp_path_factory.mktemp("trained") / "run",
-        [
-            "digits",
-            f"data.root={digits}",
-            *SMALL,
-            "train.epochs=2",
-            "train.max_steps=12",
-            "checkpoint.every=4 steps",
-        ],
-    )
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=12"]
+    run = Job(tmp_path_factory.mktemp("trained") / "run", [*words, "checkpoint.every=4 steps"])
     assert run.run().done["step"] == "12"
     return run
 
@@ -300,7 +249,6 @@ def test_forbidden_changes_on_resume_are_refused_by_name(trained: Job, tmp_path:
         ("run.seed=1", "run.seed: 0 -> 1"),
         ("optimizer.lr=0.2", "optimizer.lr: 0.1 -> 0.2"),
         ("train.epochs=1", "it can only be increased"),
-        ("model.arch=resnet18", "model.arch: shufflenet_v2_x0_5 -> resnet18"),
     ):
         result = rerun(trained, tmp_path / "run", change).run()
         assert (result.code, named in result.error) == (2, True), result.err
@@ -377,18 +325,8 @@ def test_changed_data_is_refused_and_named(trained: Job, tmp_path: Path, digits:
 
 @pytest.mark.fault("I1")
 def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path, digits: Path) -> None:
-    run = Job(
-        tmp_path / "run",
-        [
-            "digits",
-            f"data.root={digits}",
-            *SMALL,
-            "optimizer.lr=1e6",
-            "schedule.warmup=0",
-            "checkpoint.every=1 steps",
-        ],
-        nproc=2,
-    )
+    words = ["digits", f"data.root={digits}", *SMALL, "optimizer.lr=1e6", "schedule.warmup=0"]
+    run = Job(tmp_path / "run", [*words, "checkpoint.every=1 steps"], nproc=2)
     first = run.run()
     assert first.code == 3
     assert "the loss is" in first.error or "not finite" in first.error
@@ -398,18 +336,5 @@ def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path
     second = run.run()
     assert (second.code, second.error) == (3, first.error)
     assert second.seconds < 5, "it fails before it trains"
-    resumed = Job(
-        run.folder, [*run.arguments, f"run.resume={run.folder}", "train.max_steps=1"], nproc=2
-    ).run()
-    assert resumed.code == 0, resumed.err
-
-
-@pytest.mark.full
-def test_the_command_line_and_torchrun_report_the_exit_code_of_the_ranks(
-    tmp_path: Path, digits: Path
-) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "model.arch=resnet"]
-    for by_torchrun in (False, True):
-        result = Job(tmp_path / f"run-{by_torchrun}", words, nproc=2, by_torchrun=by_torchrun).run()
-        assert result.code == (1 if by_torchrun else 2)
-        assert "did you mean resnet" in result.err
+    run.arguments += [f"run.resume={run.folder}", "train.max_steps=1"]
+    assert run.run().code == 0

@@ -1,6 +1,5 @@
 """One start at a time writes in a run's folder, also if an earlier one is frozen and comes back."""
 
-import errno
 import os
 import random
 import re
@@ -8,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +15,7 @@ import pytest
 from harness import SMALL, Job, assert_each_sample_once, kill
 from mlflow import MlflowClient
 
-from pipeline.addons.deploy import takeover
-from pipeline.addons.deploy.takeover import STALE_S, RefreshedLock
-from pipeline.addons.report.commands import STARTED_BY_RUN
+from pipeline.addons.deploy.takeover import STALE_S
 from pipeline.errors import TemporaryError
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
@@ -102,19 +99,14 @@ def held(path: Path) -> Iterator[RunFolder]:
     folder.release()
 
 
-@pytest.mark.parametrize("age_s", [95, STALE_S - 10])
-def test_a_lock_that_is_refreshed_is_not_taken_over(tmp_path: Path, holder: Holder, age_s: float) -> None:
-    """A living holder keeps its lock, and so does a frozen one that has refreshed it lately."""
+def test_a_lock_that_was_refreshed_lately_is_not_taken_over(tmp_path: Path, holder: Holder) -> None:
     run = tmp_path / "run"
-    if age_s < STALE_S:
-        holder.stop()
-    age(run / "lock", age_s)
-    started = time.monotonic()
+    holder.stop()
+    age(run / "lock", STALE_S - 10)
     with pytest.raises(
         TemporaryError, match=rf"held by process {holder.process.pid} on .*, last refreshed \d+ s ago: "
     ):
         RunFolder(run).hold()
-    assert time.monotonic() - started < 5
     assert {path.name for path in run.iterdir()} == {"lock", "checkpoints"}
     assert holder.end() == (0, "")
     assert (run / "written").exists(), "it continues as if nothing had happened"
@@ -148,83 +140,22 @@ def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
             "lock", "checkpoints", "report", ".doctor-x", "journal.jsonl",
         }  # fmt: skip
         folder.check_ours()
-        with pytest.raises(TemporaryError, match=f"held by process {os.getpid()} "):
-            in_another_process(lambda: RunFolder(run).hold())
+        other = Holder(run)
+        other.go()
+        code, error = other.end()
+        assert (code, f"held by process {os.getpid()} " in error) == (75, True)
 
 
-def in_another_process(work: Callable[[], None]) -> None:
-    """Do the work in a forked process, which has no lock of ours; raise its TemporaryError here."""
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        try:
-            work()
-        except TemporaryError as error:
-            os.write(writing, str(error).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading) as pipe:
-        line = pipe.read()
-    os.waitpid(pid, 0)
-    if line:
-        raise TemporaryError(line)
-
-
-def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder, full: bool) -> None:
-    for _ in range(4 if full else 1):
-        holder.stop()
-        age(tmp_path / "run/lock")
-        others = [Holder(tmp_path / "run") for _ in range(4)]
-        for other in others:
-            other.go()
-        winners = [other for other in others if other.line() == "held"]
-        assert len(winners) == 1, "exactly one holds the lock"
-        for other in others:
-            if other not in winners:
-                assert other.end()[0] == 75
-        assert holder.end()[0] == 75
-        holder.process, winners[0].process = winners[0].process, holder.process
-
-
-def test_a_process_beside_the_holder_notices_the_next_holder(tmp_path: Path) -> None:
-    """Test the other ranks and the sender, which write on behalf of rank 0."""
-    path = tmp_path / "lock"
-    with held(tmp_path) as folder:
-        other = RefreshedLock(path, "", "")
-        other.join_holder()
-        assert other.is_ours()
-        folder.release()
-        assert other.is_ours(), "nobody has taken the lock"
-        path.write_text("process 1 on another since 2030-01-01 00:00:00\n")
-        assert not other.is_ours()
-        path.unlink()
-        assert other.is_ours()
-        path.mkdir()
-        assert not other.is_ours(), "a lock that cannot be read is not ours"
-        path.rmdir()
-
-
-def test_a_holder_that_cannot_find_out_who_holds_its_lock_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def end(code: int) -> None:
-        raise SystemExit(code)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with held(tmp_path / "run") as folder:
-        with monkeypatch.context() as patched:
-            patched.setattr(takeover.os, "stat", fail)
-            patched.setattr(takeover.os, "_exit", end)
-            with pytest.raises(SystemExit, match="75"):
-                folder.check_ours()
-        assert "its lock was lost or cannot be read" in capsys.readouterr().err
-        with open(tmp_path / "run/lock", "r+b") as file:
-            # an NFS server gives the lock of a silent client away; the next holder writes this file
-            file.write(b"another process")
-            file.flush()
-            assert not folder.lock.is_ours()  # type: ignore[attr-defined]
+def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder) -> None:
+    holder.stop()
+    age(tmp_path / "run/lock")
+    others = [Holder(tmp_path / "run") for _ in range(4)]
+    for other in others:
+        other.go()
+    lines = [other.line() for other in others]
+    assert sorted(lines) == ["", "", "", "held"]
+    assert holder.end()[0] == 75, "the old holder writes nothing"
+    assert [other.end()[0] for other in others] == [0 if line == "held" else 75 for line in lines]
 
 
 def test_no_file_gets_its_name_once_the_folder_is_taken_over(
@@ -250,25 +181,6 @@ def test_no_file_gets_its_name_once_the_folder_is_taken_over(
     assert not list(folder.checkpoints.iterdir())
 
 
-def test_a_restart_copies_no_journal(tmp_path: Path) -> None:
-    """A copy needs room on a disk that may be full, and the trace of a long run is large."""
-    path, inodes = tmp_path / "journal.jsonl", set()
-    for _ in range(2):
-        with held(tmp_path):
-            Journal(path, pytest.fail)
-            inodes.add(path.stat().st_ino)
-    assert len(inodes) == 1
-
-
-FAILURE = """\
-from pipeline.errors import StorageError
-from pipeline.config.load import load
-from pipeline.guards.signals import StopRequest
-from pipeline.train.session import Session
-from pipeline.world import World
-with Session(load("digits", []), World(rank=1, size=2), folder, StopRequest())._saving_failure():
-    raise StorageError("why")
-"""
 HANG = """\
 import time
 from pipeline.guards.signals import StopRequest
@@ -281,40 +193,12 @@ from pipeline.config.load import load
 from pipeline.addons.mlflow.delivery import Delivery
 Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_rows()
 """
-REPORT = """\
-import sys
-from pathlib import Path
-from pipeline.addons.report.commands import report
-from pipeline.addons.report import figures
-
-run = Path(sys.argv[1])
-
-def draw(path, journal):
-    path.write_bytes(b"a picture")
-    (run / "new").write_text("process 2 on another since 2026-01-02 00:00:00")
-    (run / "new").rename(run / "lock")
-
-figures.draw_curves = draw
-report(run)
-"""
-
-
-@pytest.mark.parametrize("is_of_run", [True, False])
-def test_a_report_that_a_run_draws_ends_once_the_run_is_taken_over(tmp_path: Path, is_of_run: bool) -> None:
-    (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00")
-    (tmp_path / "journal.jsonl").touch()
-    env = os.environ | ({STARTED_BY_RUN: "1"} if is_of_run else {})
-    command = [sys.executable, "-c", REPORT, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == (75 if is_of_run else 0), done.stderr
-    assert ("was taken over by process 2 on another" in done.stderr) == is_of_run
-    assert any((tmp_path / "report").iterdir()) != is_of_run
 
 
 @pytest.mark.parametrize(
     ("taken", "program"),
-    [("lock", FAILURE), ("lock", HANG), ("lock", SENDING), ("mlflow.lock", SENDING)],
-    ids=["failure", "hang", "sending for another", "sending beside another"],
+    [("lock", HANG), ("lock", SENDING), ("mlflow.lock", SENDING)],
+    ids=["hang", "sending for another", "sending beside another"],
 )
 def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
     tmp_path: Path, taken: str, program: str
@@ -357,21 +241,12 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize(
-    ("phase", "number"),
-    [
-        ("save", 0),
-        *(pytest.param(phase, 1, marks=pytest.mark.full) for phase in ("save", "training", "two ranks")),
-        *(
-            pytest.param(phase, number, marks=pytest.mark.long)
-            for phase in ("save", "training")
-            for number in (2, 3)
-        ),
-    ],
+    "phase", ["save", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("training", "two ranks"))]
 )
 def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
-    tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, number: int
+    tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, seed: int
 ) -> None:
-    draw = random.Random(number)
+    draw = random.Random(seed)
     old = job(tmp_path / "run", digits, nproc=2 if phase == "two ranks" else 1).start()
     old.wait_for_step(draw.randint(6, 20))
     if phase == "save":

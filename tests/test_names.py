@@ -110,7 +110,7 @@ def test_a_full_disk_is_one_line(place: Place, small_disk: Path, monkeypatch: py
         assert "No space left on device" in result.error
 
 
-def test_a_copied_checkpoint_is_refused_with_its_right_name(place: Place) -> None:
+def test_a_copied_checkpoint_is_refused_until_it_has_its_name_back(place: Place) -> None:
     (checkpoint,) = place.checkpoints("done")
     shutil.copy(checkpoint, place.path / "model.pt")
     commands = (
@@ -120,7 +120,7 @@ def test_a_copied_checkpoint_is_refused_with_its_right_name(place: Place) -> Non
     for command in commands:
         refused = quick(*command, cwd=place.path)
         assert refused.code == 4
-        assert refused.error.endswith(f": rename it to {checkpoint.name}")
+        assert refused.error.endswith(": rename it to its original name")
     (place.path / "model.pt").rename(place.path / checkpoint.name)
     assert quick("predict", checkpoint.name, "images/val", cwd=place.path).code == 0
 

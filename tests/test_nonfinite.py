@@ -10,7 +10,6 @@ from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError
 from pipeline.guards.nonfinite import DeviceLossGuard, LossGuard
 from pipeline.train import loop
-from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS
 
 
 class Run:
@@ -79,14 +78,6 @@ def test_the_device_guard_does_not_change_finite_steps(digits: Path) -> None:
         for _ in range(2):
             run.step()
     assert all(torch.equal(a, b) for a, b in zip(runs[0].weights(), runs[1].weights(), strict=True))
-
-
-def test_a_huge_finite_loss_does_not_overflow_the_sum(digits: Path) -> None:
-    run = Run(digits)
-    with torch.no_grad():
-        run.state.model.fc.weight.mul_(1e30)  # type: ignore[union-attr, operator]
-    assert not run.step(), "it is finite"
-    assert int(run.state.totals[0]) == 24 * MAX_LOSS * LOSS_UNIT
 
 
 def test_the_cpu_guard_finds_a_bad_loss_before_the_update(digits: Path) -> None:

@@ -2,100 +2,25 @@
 
 import contextlib
 import fcntl
-import io
 import os
 import pty
-import re
 import shutil
 import struct
 import subprocess
 import sys
 import termios
-from itertools import count
 from pathlib import Path
 
 import forked
 import pytest
 from harness import SMALL, Job, children, command_line, environment
 
-from pipeline.errors import summary
 from pipeline.record.journal import final_status
-from pipeline.record.terminal import make_terminal
-from pipeline.streams import QUIET
 
 
-class Tty(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def make_tty(monkeypatch: pytest.MonkeyPatch) -> Tty:
-    """Make standard error a terminal; no fixture, because pytest replaces it before each test."""
-    screen = Tty()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    return screen
-
-
-def test_on_a_terminal_progress_is_one_line_and_the_summary_has_colour(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    tty = make_tty(monkeypatch)
-    terminal = make_terminal(is_main=True)
-    terminal.progress("step 1")
-    terminal.progress(
-        " 42%", "epoch 3/7", "step 42/100", "lr 0.1"
-    )  # a narrow terminal shows the most important parts
-    terminal.log_summary({"best": "top-1 0.98"})
-    erase = "\r\x1b[K"
-    assert tty.getvalue() == (
-        f"{erase}step 1{erase} 42%  epoch 3/7  step 42/100{erase}  \x1b[1mbest\x1b[0m  top-1 0.98\n"
-    )
-    monkeypatch.setenv("NO_COLOR", "1")
-    terminal.log_summary({"report": "runs/x/report"})
-    assert tty.getvalue().endswith("\n  report  runs/x/report\n")
-
-
-def test_without_a_terminal_lines_are_plain_and_few(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = count(100.0, 0.25)
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    terminal = make_terminal(is_main=True)
-    for step in range(100):
-        terminal.progress(f"step {step}")
-    terminal.log_summary({"best": "top-1 0.98"})
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3, "a line every ten seconds, and the summary"
-    assert not [line for line in lines if "\x1b" in line or "\r" in line]
-
-
-def test_quiet_ranks_and_all_ranks_but_the_main_one_print_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(QUIET, "1")
-    for terminal in (make_terminal(is_main=True), make_terminal(is_main=False)):
-        terminal.log("line")
-        terminal.show("table")
-        terminal.progress("step 1")
-        terminal.log_summary({"best": "top-1 0.98"})
-    assert capsys.readouterr().err == ""
-
-
-def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(
-    tmp_path: Path, digits: Path
-) -> None:
-    words = [
-        "digits",
-        f"data.root={digits}",
-        "train.epochs=2",
-        "run.threads=1",
-        "track.uri=none",
-        "track.report=false",
-    ]
-    command = [sys.executable, "-m", "pipeline", "train", *words]
+def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, digits: Path) -> None:
+    command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", "train.epochs=2"]
+    command += ["run.threads=1", "track.uri=none", "track.report=false"]
     screen = bytearray()
     main, end = pty.openpty()
     fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
@@ -107,16 +32,11 @@ def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(
         assert process.wait() == 0
     os.close(main)
     lines = screen.decode().replace("\n", "\r").replace("\x1b[K", "").split("\r")
-    assert [line for line in lines if re.match(r"validation 100%  360 images", line)]
+    assert [line for line in lines if line.startswith("validation 100%")]
     shown = [line for line in lines if " left  " in line]
-    assert re.match(
-        r" {1,2}\d+%  epoch 1/2  step \d+/28  loss [\d.]+  .* left  [\d,]+ images/s  lr ", shown[0]
-    )
-    assert re.match(
-        r"100%  epoch 2/2  step 28/28  loss [\d.]+  0 s left  best top-1 0\.\d{4}  [\d,]+ images/s", shown[-1]
-    )
-    in_place = [line for line in lines[lines.index(shown[0]) :] if not re.match(r"\s*\d{4}-", line)]
-    assert max(map(len, in_place)) < 120
+    assert "epoch 1/2" in shown[0]
+    assert "step 28/28" in shown[-1]
+    assert max(map(len, shown)) < 120
 
 
 def test_a_quiet_run_prints_nothing_and_copies_no_model_for_a_pass_that_it_does_not_need(
@@ -183,7 +103,6 @@ def test_nothing_that_happens_to_standard_error_ends_or_changes_a_run(
 
 
 def end_with(words: list[str], folder: Path, happening: str) -> forked.Output:
-    """Return the exit code and output of a command to whose standard output something happens."""
     (output,) = forked.server().run([words], [environment()], folder, happening.format(1), 60)
     assert "Traceback" not in output.err, output.err
     return output
@@ -238,22 +157,3 @@ def test_a_crash_is_recorded_before_it_is_printed_with_its_cause(tmp_path: Path,
     run = Job(tmp_path / "printing", undisturbed.arguments, prelude=prelude)
     assert run.start().wait().code == 9
     assert final_status(run.folder / "journal.jsonl") == "FAILED"
-
-
-@pytest.mark.parametrize(
-    ("text", "cause"),
-    [
-        ("NCCL error in: NCCLUtils.cpp:94\nLast error:\nCuda failure 2 'out of memory'", "of mem"),
-        ("CUDA error: an illegal memory access\n" + "Compile with\n" * 99, "illegal memory"),
-        (
-            "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-            '  File "x.py", line 1, in f\n    g()\nOSError: gone',
-            "worker process 0. OSError: gone",
-        ),
-    ],
-)
-def test_a_summary_of_an_error_keeps_its_cause(text: str, cause: str) -> None:
-    line = summary(text)
-    assert cause in line
-    assert len(line.splitlines()) == 1
-    assert len(line) < 650

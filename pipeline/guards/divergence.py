@@ -3,9 +3,8 @@
 Promise: no checkpoint holds weights that the processes do not agree on. Each process sums the bits
 of each tensor as integers, on its device. The sums are compared every `run.watch`, and before each
 evaluation and save: one flipped bit changes a sum. The error names the rank that differs from the
-majority, and the first tensor. Without a majority it names the rank that differs from rank 0, and
-says that either may be right. The run then ends as a crash does (exit 1): hardware or software is
-broken, not the request. The earlier checkpoints are good, so a launcher may restart the run.
+majority, or from rank 0 if there is none, and the first tensor. The run then ends as a crash does
+(exit 1): hardware or software is broken, not the request. The earlier checkpoints are good.
 """
 
 from collections import Counter
@@ -13,7 +12,7 @@ from collections import Counter
 import torch
 from torch import Tensor
 
-from pipeline.errors import DivergedError
+from pipeline.errors import RunError
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
@@ -29,14 +28,19 @@ class DivergenceWatch:
         self._equal_at: int | None = None
 
     def compare(self, step: int) -> None:
-        """Raise DivergedError in all processes if their weights differ."""
+        """Raise RunError in all processes if their weights differ."""
         if not self._is_on or step == self._equal_at:
             return
         tensors, group = self._strategy.replicated_tensors(), self._strategy.group
         sums = group.all_gather(torch.stack([bit_sum(tensor) for tensor in tensors.values()]).tolist())
         if any(other != sums[0] for other in sums):
-            raise DivergedError(
-                _describe(list(tensors), sums, group.hosts, step, self._equal_at),
+            since = (
+                "never compared since the start"
+                if self._equal_at is None
+                else f"equal at step {self._equal_at}"
+            )
+            raise RunError(
+                f"the weights have diverged: at step {step} {_describe(list(tensors), sums, group.hosts)} ({since})",
                 "nothing was saved; the same command resumes from the previous checkpoint; if it happens again, check"
                 " that rank's device, memory and software",
             )
@@ -51,9 +55,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
-def _describe(
-    names: list[str], sums: list[list[int]], hosts: list[str], step: int, equal_at: int | None
-) -> str:
+def _describe(names: list[str], sums: list[list[int]], hosts: list[str]) -> str:
     common, holders = Counter(map(tuple, sums)).most_common(1)[0]
     has_majority = 2 * holders > len(sums)
     reference = list(common) if has_majority else sums[0]
@@ -61,5 +63,4 @@ def _describe(
     first = next(name for i, name in enumerate(names) if any(sums[rank][i] != reference[i] for rank in odd))
     who = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
     than = f"{holders} of {len(sums)} processes" if has_majority else "rank 0 (either may be right)"
-    since = f"equal at step {equal_at}" if equal_at is not None else "never compared since the start"
-    return f"the weights have diverged: at step {step} {who} held other weights than {than}, first in {first} ({since})"
+    return f"{who} held other weights than {than}, first in {first}"

@@ -10,8 +10,6 @@ makes the update. Nothing leaves the process before `sync` has asked about the l
 so no result of a skipped or a bad update is ever seen.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -21,66 +19,52 @@ from pipeline.parallel.strategy import Strategy
 from pipeline.timing import StepTimer
 
 
-@dataclass
-class _Checked:
-    """The facts that the error of a step names."""
-
-    step: int
-    loss: Tensor
-    batches: list[Batch]
-
-
 class LossGuard:
     """Checks each loss on the host, before the update."""
 
-    def __init__(self, strategy: Strategy, start_again: str) -> None:
+    def __init__(self, strategy: Strategy, timer: StepTimer, start_again: str) -> None:
         """start_again: how to start the run again, for the error."""
-        self._strategy, self._start_again = strategy, start_again
-        self._last: _Checked | None = None
+        self._strategy, self._timer, self._start_again = strategy, timer, start_again
+        self._step = 0
+        self._loss: Tensor | None = None
+        self._batches: list[Batch] = []
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
         """Return True if a loss of this process is known to be bad.
 
         Called after the backward passes of each step.
         """
-        self._last = _Checked(step, loss, batches)
+        self._step, self._loss, self._batches = step, loss, batches
         return not bool(torch.isfinite(loss)) or bool(self._strategy.has_overflow())
 
     def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
-        """Have the device leave the next update out if the loss was bad.
+        """Have the device leave the next update out if the loss was bad: here the host has checked.
 
-        Here the host has checked. has_scaler: a GradScaler decides about the update.
+        has_scaler: a GradScaler decides about the update.
         """
 
     def sync(self) -> None:
-        """Raise NotFiniteError in all processes if the last step's loss was bad.
-
-        Waits for the device.
-        """
+        """Raise NotFiniteError in all processes if the last step's loss was bad."""
 
     def error(self) -> NotFiniteError:
-        """Return the error that names the first rank with a bad loss.
-
-        Called by all processes together.
-        """
-        last, group = self._last, self._strategy.group
-        assert last is not None
+        """Return the error that names the first rank with a bad loss; called in all processes."""
+        assert self._loss is not None
         bad = None
-        if not bool(torch.isfinite(last.loss)):
-            bad = float(last.loss), [sample for batch in last.batches for sample in batch.ids.tolist()]
-        bad_by_rank = {rank: found for rank, found in enumerate(group.all_gather(bad)) if found}
-        if not bad_by_rank:
-            return NotFiniteError(
-                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum",
-                "the step is not"
-                " saved; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and"
-                f" {self._start_again}",
-            )
-        rank, (value, ids) = min(bad_by_rank.items())
+        if not bool(torch.isfinite(self._loss)):
+            bad = float(self._loss), [sample for batch in self._batches for sample in batch.ids.tolist()]
+        for rank, found in enumerate(self._strategy.group.all_gather(bad)):
+            if found:
+                value, ids = found
+                problem = (
+                    f"the loss is {value} at step {self._step} on rank {rank} ({format_sample_ids(ids)})"
+                )
+                break
+        else:
+            problem = f"a gradient at step {self._step} is not finite, or larger than exact mode can sum"
         return NotFiniteError(
-            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)})",
-            "the step is not saved;"
-            f" lower optimizer.lr, lengthen schedule.warmup or set train.clip, and {self._start_again}",
+            problem,
+            "the step is not saved; lower optimizer.lr, lengthen schedule.warmup, set train.clip or lower"
+            f" exact.fraction_bits, and {self._start_again}",
         )
 
 
@@ -88,10 +72,9 @@ class DeviceLossGuard(LossGuard):
     """Checks each loss on the device; the host reads the result one step later."""
 
     def __init__(self, strategy: Strategy, timer: StepTimer, start_again: str) -> None:
-        super().__init__(strategy, start_again)
+        super().__init__(strategy, timer, start_again)
         device = strategy.group.device
         is_cuda = device.type == "cuda"
-        self._timer = timer
         self._is_bad = torch.zeros((), device=device)
         """[] float32: 1 if the loss of this step was bad in any process."""
         self._flag = torch.zeros(
@@ -102,11 +85,12 @@ class DeviceLossGuard(LossGuard):
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
         bad = (~torch.isfinite(loss) | self._strategy.has_overflow()).to(torch.int64)
-        self._strategy.group.all_reduce_async(bad).wait()  # the stream waits, the host does not
+        if summing := self._strategy.group.all_reduce_async(bad):
+            summing.wait()  # the stream waits, the host does not
         self._is_bad.copy_(bad.clamp_(max=1))
         if self._was_bad():
             return True  # `error` then names the step before
-        self._last = _Checked(step, loss, batches)
+        self._step, self._loss, self._batches = step, loss, batches
         self._flag.copy_(self._is_bad, non_blocking=True)
         if self._copied:
             self._copied.record()
@@ -126,17 +110,13 @@ class DeviceLossGuard(LossGuard):
                 raise self.error()
 
     def _was_bad(self) -> bool:
-        """Return True if the loss of the previous step was bad.
-
-        Its event has normally completed: no wait.
-        """
+        """Return True if the loss of the previous step was bad."""
         if self._copied:
-            self._copied.synchronize()
+            self._copied.synchronize()  # it has normally completed: no wait
         return bool(self._flag)
 
 
 def make_loss_guard(strategy: Strategy, timer: StepTimer, start_again: str) -> LossGuard:
     """Return the guard that never makes the host wait for the device."""
-    if strategy.group.device.type == "cuda":
-        return DeviceLossGuard(strategy, timer, start_again)
-    return LossGuard(strategy, start_again)
+    kind = DeviceLossGuard if strategy.group.device.type == "cuda" else LossGuard
+    return kind(strategy, timer, start_again)

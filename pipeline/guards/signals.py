@@ -35,10 +35,7 @@ class EarlyStopError(TemporaryError):
 
 
 class _Stop(BaseException):
-    """Leaves a block at a signal.
-
-    No Exception: code that catches all of them would report it as an error of its own.
-    """
+    """Leaves a block at a signal. No Exception: code that catches all would call it its own."""
 
 
 def handle(handler: Any) -> dict[int, Any]:
@@ -69,10 +66,7 @@ class StopRequest:
         self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def listen(self) -> None:
-        """Set the flag at each signal from now on.
-
-        Called first in a process, before torch is imported.
-        """
+        """Set the flag at each signal from now on: before torch is imported."""
         if handle(self._set_flag):
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
@@ -89,12 +83,12 @@ class StopRequest:
 
         It is 0 after a second Ctrl-C.
         """
-        if not self.is_set():
+        if not self.is_set() or self._asked_at is None:
             return None
         if signal.SIGINT in self._received[1:]:
             return 0.0
         timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
-        return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - (self._asked_at or time.monotonic())))
+        return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - self._asked_at))
 
     def check(self) -> None:
         """Raise EarlyStopError if a signal has arrived before the first step."""
@@ -104,8 +98,7 @@ class StopRequest:
     def exit_on_signal(self) -> AbstractContextManager[None]:
         """End the process at a signal: native code that waits for peers reads no flag.
 
-        No step has been made, so nothing is lost. Raises EarlyStopError if a signal arrived
-        earlier.
+        No step has been made, so nothing is lost. Raises EarlyStopError if a signal arrived before.
         """
         return self._handled_by(signal.SIG_DFL)
 
@@ -129,10 +122,8 @@ class StopRequest:
         try:
             with self._handled_by(stop):
                 yield
-        except BaseException:
+        finally:
             self.check()
-            raise
-        self.check()
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, done in a thread. Raises EarlyStopError at a signal.
@@ -164,5 +155,4 @@ class StopRequest:
                 signal.signal(number, handler_before)
 
     def _set_flag(self, *_: object) -> None:
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+        self._asked_at = self._asked_at or time.monotonic()

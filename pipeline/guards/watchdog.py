@@ -4,8 +4,6 @@ Promise: no process waits forever, for a peer, a device, a disk or a loader work
 thread of its own counts the seconds since the last progress; `os._exit` waits for nothing, and the
 disk that the stacks are written to cannot delay it. It counts seconds itself instead of reading a
 clock, so that a machine that slept, or a job that was paused as a whole, does not look like a hang.
-A compilation takes minutes without progress: the loop announces it, and the watchdog waits
-`COMPILATION_S` longer.
 
 A process that is asked to stop does so after its step. If it makes no progress, it cannot: a GPU
 may wait in an NCCL kernel for a peer that has died. It then leaves after `STOP_S`, before the
@@ -44,8 +42,8 @@ class Watchdog:
         stacks: the file to which the stacks of its threads are written. check_ours: called before
         that; ends the process if the run was taken over.
         """
-        self._check_ours = check_ours
-        self._timeout_s, self._stacks, self._rank, self._stop = timeout_s, stacks, rank, stop
+        self._timeout_s, self._stacks, self._rank = timeout_s, stacks, rank
+        self._stop, self._check_ours = stop, check_ours
         self._idle_s = 0
         self._stopping_s = 0
         """The part of `_idle_s` since the process was asked to stop."""
@@ -54,18 +52,16 @@ class Watchdog:
         self._is_pause_allowed = False
         self._extra_s = 0
         self._stopped = threading.Event()
-        self._record_exit: Callable[[RunError], None] | None = None
+        self._record_exit: Callable[[RunError], None] = lambda error: None
         self._same_command = "the same command"
 
     def start(self) -> None:
-        """Start to watch."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def begin_training(self, record_exit: Callable[[RunError], None], same_command: str) -> None:
         """Report progress, and forget how long the start took.
 
         record_exit: records why the process exits. It has a few seconds, in a thread of its own.
-        same_command: see `Config.same_command`.
         """
         self.beat()
         self._longest_s, self._record_exit, self._same_command = 0.0, record_exit, same_command
@@ -105,21 +101,15 @@ class Watchdog:
         while not self._stopped.wait(1):
             self._idle_s += 1
             self._stopping_s += int(self._stop.is_set())
+            problem = f"made no progress for {self._idle_s} s"
+            stacks = f"the stacks of its threads are in {self._stacks}"
             if self._idle_s > self._timeout_s + self._extra_s:
-                compiling = f", and {self._extra_s} s to compile" if self._extra_s else ""
-                self._end_process(
-                    RunError(
-                        f"rank {self._rank} made no progress for {self._idle_s} s (run.timeout{compiling}) and exits;"
-                        f" the stacks of its threads are in {self._stacks}"
-                    )
-                )
+                self._end_process(RunError(f"rank {self._rank} {problem} (run.timeout) and exits; {stacks}"))
             if self._stopping_s > max(STOP_S, 2 * self._longest_s) and not self._is_pause_allowed:
                 self._end_process(
                     TemporaryError(
-                        f"rank {self._rank} was asked to stop, made no progress for {self._idle_s} s and exits without"
-                        " a save",
-                        f"{self._same_command} resumes from the newest checkpoint; the stacks of its threads"
-                        f" are in {self._stacks}",
+                        f"rank {self._rank} was asked to stop, {problem} and exits without a save",
+                        f"{self._same_command} resumes from the newest checkpoint; {stacks}",
                     )
                 )
 
@@ -131,13 +121,11 @@ class Watchdog:
         os._exit(error.code)
 
     def _write_stacks(self, error: RunError) -> None:
-        head = f"rank {self._rank}, {time.strftime('%F %T')}: no progress for {self._idle_s} s"
         self._check_ours()
         try:
             with open(self._stacks, "w", encoding="utf-8") as file:
-                print(head, file=file, flush=True)
+                print(f"rank {self._rank}, {time.strftime('%F %T')}: {error}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
             faulthandler.dump_traceback(all_threads=True)
-        if self._record_exit:
-            self._record_exit(error)
+        self._record_exit(error)

@@ -40,7 +40,7 @@ def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFo
     """Raise the error of the previous start of this request if it failed permanently."""
     failure = load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
-        advice = folder.advice_after_failure(failure, config)
+        advice = folder.advice_after_failure(config)
         print(f"the previous start of this request failed with the error below: {advice}", file=sys.stderr)
         raise failure
     return "previous start did not fail"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Config
-from pipeline.group import CompletedWork, Group, flatten, split_like
+from pipeline.group import Group, flatten, split_like
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
@@ -85,7 +85,7 @@ class ExactStrategy(Strategy):
         self._statistics_before = flatten(self._averaged)
         self._sums = torch.zeros((2, self._statistics_before.numel()), dtype=torch.int64, device=group.device)
         self._statistics, self._changes = self._sums  # the units, and in how many shards each value changed
-        self._pending: list[CompletedWork | dist.Work] = []
+        self._pending: list[dist.Work | None] = []
         self._is_last_pass = False
         self._overflow = torch.zeros((), dtype=torch.bool, device=group.device)
         self._smallest = torch.full((), torch.inf, device=group.device)
@@ -163,7 +163,8 @@ class ExactStrategy(Strategy):
         if self._statistics.numel():
             self._pending.append(self.group.all_reduce_async(self._sums))
         for pending in self._pending:
-            pending.wait()
+            if pending:
+                pending.wait()
         self._pending = []
         for bucket in self._buckets:
             gradients = split_like(self._mean(bucket.units, self._bits), bucket.parameters)

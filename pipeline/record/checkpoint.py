@@ -27,9 +27,8 @@ from torch import Tensor
 from pipeline.errors import StorageError, one_line
 from pipeline.files import FULL, sync_folder, temporary_sibling
 from pipeline.model.weights import map_tensors
-from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
+from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.terminal import format_duration
 
 FORMAT = 1
 MAX_FAILURES = 5
@@ -43,8 +42,11 @@ _STATE_PARTS = _MODEL_PARTS | {
 }  # fmt: skip
 
 
-def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
-    """Return the contents of verified bytes. Raises StorageError for any other format."""
+def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the contents of verified bytes.
+
+    Raises StorageError for any other format, or if one of `parts` (kind by name) is missing.
+    """
     try:
         check_unpacked_size(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -53,6 +55,14 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     stated = contents.get("format") if isinstance(contents, dict) else None
     if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
+    for name, kinds in (parts or {}).items():
+        part = contents.get(name, ...)
+        if not isinstance(part, kinds) or (
+            name == "classes" and not all(isinstance(label, str) for label in part)
+        ):
+            raise StorageError(
+                f"{origin} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
+            )
     return dict(contents)
 
 
@@ -70,41 +80,12 @@ def check_unpacked_size(data: bytes) -> None:
 
 def read_model(path: Path) -> dict[str, Any]:
     """Return the contents of a checkpoint. Raises StorageError if it is damaged or has no model."""
-    return _decode_parts(read_named(path), path, _MODEL_PARTS)
+    return decode(read_verified(path), path, _MODEL_PARTS)
 
 
 def decode_state(data: bytes, path: Path) -> dict[str, Any]:
     """Return the contents of verified bytes. Raises StorageError if a part to resume is missing."""
-    return _decode_parts(data, path, _STATE_PARTS)
-
-
-def read_named(path: Path) -> bytes:
-    """Return the bytes of the checkpoint that a user names, see `read_verified`.
-
-    The error for a checkpoint that was copied to another name gives its own.
-    """
-    try:
-        return read_verified(path)
-    except StorageError as error:
-        if not NAME.fullmatch(path.name):
-            with suppress(OSError, StorageError, KeyError, TypeError, ValueError):
-                data = path.read_bytes()
-                name = f"step-{decode(data, path)['step']:08d}.{hashlib.sha256(data).hexdigest()[:16]}.pt"
-                error.remedy = f"rename it to {name}"
-        raise
-
-
-def _decode_parts(data: bytes, path: Path, parts: dict[str, Any]) -> dict[str, Any]:
-    contents = decode(data, path)
-    for name, kinds in parts.items():
-        is_there = name in contents and isinstance(contents[name], kinds)
-        if not is_there or (
-            name == "classes" and not all(isinstance(label, str) for label in contents[name])
-        ):
-            raise StorageError(
-                f"{path} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
-            )
-    return contents
+    return decode(data, path, _STATE_PARTS)
 
 
 def copy_to_host(value: Any) -> Any:
@@ -127,7 +108,8 @@ class CheckpointWriter:
         self._run, self._folder = folder, folder.checkpoints
         self._keep, self._log, self._on_saved = keep, log, on_saved
         self._thread: threading.Thread | None = None
-        self._failures, self._failing_since = 0, 0.0
+        self._failures = 0
+        self._failing_since = 0.0
 
     def save(self, contents: dict[str, Any], step: int, best_step: int | None, patience_s: float = 0) -> None:
         """Copy the state and start writing it, after the previous write has ended.
@@ -167,13 +149,12 @@ class CheckpointWriter:
                 saved = self._write(snapshot, step)
                 break
             except (OSError, RuntimeError) as error:
-                self._log_failure(error, step, patience_s)
+                self._log_failure(error, step)
             if self.is_folder_removed or time.monotonic() + _RETRY_S >= end:
                 return
             time.sleep(_RETRY_S)
         self._failures = 0
-        with suppress(OSError):  # of a listing: the next save tries again
-            self._prune(best_step)
+        self._prune(best_step)
         self._on_saved(saved)
 
     def _write(self, snapshot: dict[str, Any], step: int) -> Path:
@@ -197,14 +178,21 @@ class CheckpointWriter:
             raise
         return saved
 
-    def _log_failure(self, error: Exception, step: int, patience_s: float) -> None:
-        self._failing_since = self._failing_since if self._failures else time.monotonic()
+    def _log_failure(self, error: BaseException, step: int) -> None:
+        if not self._failures:
+            self._failing_since = time.monotonic()
         self._failures += 1
-        failures = f"{self._failures} in a row, for {format_duration(time.monotonic() - self._failing_since)}"
-        reason = f"{self._folder} was removed or renamed" if self.is_folder_removed else _reason(error)
-        limit = f"the run ends after {MAX_FAILURES} failures in a row and {format_duration(MAX_FAILING_S)}"
-        outlook = f"trying again for {patience_s:g} s" if patience_s else limit
-        self._log(f"checkpoint of step {step} was not saved ({failures}): {reason}; {outlook}")
+        # torch.save raises an error about the file's position instead of the system's
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        reason = f"{self._folder} was removed or renamed" if self.is_folder_removed else str(cause or error)
+        if cause is not None and cause.errno in FULL:
+            reason = f"{cause.strerror}: free disk space"
+        self._log(
+            f"checkpoint of step {step} was not saved: {reason}; failure {self._failures}, the run ends after"
+            f" {MAX_FAILURES} in a row and {MAX_FAILING_S // 60} min"
+        )
 
     def _prune(self, best_step: int | None) -> None:
         """Delete all but the newest `keep` and the best.
@@ -212,23 +200,14 @@ class CheckpointWriter:
         Of two with the same step the newer stays: it was saved after the evaluation.
         """
         kept: list[int] = []
-        for path in list_checkpoints(self._folder):
-            step = step_of(path)
-            if step not in kept and (len(kept) < self._keep or step == best_step):
-                kept.append(step)
-                continue
-            self._run.check_ours()
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:  # or a folder of that name, which nobody here has made
-                self._log(f"{path} is old and could not be removed: {error.strerror}: remove it yourself")
-
-
-def _reason(error: BaseException) -> str:
-    """Return the system's message: torch.save raises an error about the file's position instead."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
-    if cause is None:
-        return str(error)
-    return f"{cause.strerror}: free disk space" if cause.errno in FULL else cause.strerror or str(cause)
+        with suppress(OSError):  # of a listing: the next save tries again
+            for path in list_checkpoints(self._folder):
+                step = step_of(path)
+                if step not in kept and (len(kept) < self._keep or step == best_step):
+                    kept.append(step)
+                    continue
+                self._run.check_ours()
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    self._log(f"{path} is old and could not be removed: {error.strerror}: remove it yourself")

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.data.access import storage_outage
-from pipeline.errors import StorageError
+from pipeline.errors import RunError, StorageError
 
 NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 
@@ -50,11 +50,7 @@ def read_verified(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise storage_outage(path, error) or StorageError(
-            f"{path} cannot be read: {error.strerror}"
-        ) from None
-    if not data:
-        raise StorageError(f"{path} is empty")
+        raise _unreadable(path, error) from None
     digest, stated = hashlib.sha256(data).hexdigest(), path.name.split(".")[1]
     if not digest.startswith(stated):
         raise StorageError(
@@ -96,12 +92,14 @@ def find(path: Path) -> Path:
         if not path.is_dir():
             return path
         paths = list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise StorageError(f"{path} does not exist", "give a run's folder or a file step-….pt") from None
     except OSError as error:
-        raise storage_outage(path, error) or StorageError(
-            f"{path} cannot be read: {error.strerror}"
-        ) from None
+        raise _unreadable(path, error) from None
     if not paths:
         raise StorageError(f"{path} holds no checkpoint", "give a run's folder or a file step-….pt")
     return paths[0]
+
+
+def _unreadable(path: Path, error: OSError) -> RunError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return StorageError(f"{path} does not exist", "give a run's folder or a file step-….pt")
+    return storage_outage(path, error) or StorageError(f"{path} cannot be read: {error.strerror}")

@@ -1,11 +1,12 @@
 """The permanent failure of a run, kept in its folder for the next start of the same request.
 
 torchrun exits 1 whatever its ranks return, and starts them again. So the next start prints the line
-and exits with the code of the failure, instead of failing the same way again.
+and exits with the code of the failure, instead of failing the same way again. Errors found by the
+checks before a start (`operate.request`) are not saved: the next start checks again.
 """
 
-import contextlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import PERMANENT, RunError, from_exit_code
@@ -23,7 +24,7 @@ def save_failure(folder: Path, error: RunError, request: str) -> bool:
         return False
     parts = {"line": str(error), "problem": error.problem, "remedy": error.remedy}
     data = json.dumps({"code": error.code, **parts, "request": request}).encode()
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
         return True
     return False
@@ -31,8 +32,8 @@ def save_failure(folder: Path, error: RunError, request: str) -> bool:
 
 def load_failure(folder: Path, request: str) -> RunError | None:
     """Return the permanent error that the last start of this request (its digest) ended with."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        saved = parse_json((folder / FAILURE).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        saved = parse_json((folder / FAILURE).read_bytes())
         if saved["request"] == request:
             return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
     return None

@@ -4,19 +4,19 @@ Promise: one run at a time writes here. Rank 0 holds the lock (`record.lock`), a
 here uses `write`, or calls `check_ours` first. This module does not import torch.
 """
 
-import contextlib
 import itertools
 import os
 import shlex
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.config.schema import Config
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError
-from pipeline.files import FULL, replacing
+from pipeline.files import FULL, replacing, write_synced
 from pipeline.lazy import part
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.lock import Lock
@@ -30,20 +30,21 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config, self.plan = path / "config.yaml", path / "plan.json"
-        self.journal, self.trace = path / "journal.jsonl", path / "trace.jsonl"
+        self.config = path / "config.yaml"
+        self.plan = path / "plan.json"
+        self.journal = path / "journal.jsonl"
+        self.trace = path / "trace.jsonl"
         self.checkpoints = path / "checkpoints"
         self.receipt = path / "receipt.json"
+        self.report = path / "report"
         self.delivered = path / "mlflow.json"
         self.sync_log = path / "sync.log"
-        self.report = path / "report"
         self.mirror = path / "mirror.json"
         """Identifies this folder to the lease of its mirror."""
-        make_lock = part("lock")
+        make_lock, sending = part("lock"), path / "mlflow.lock"
         self.lock: Lock = make_lock(
             path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir"
         )
-        sending = path / "mlflow.lock"
         self.sender_lock: Lock = make_lock(
             sending, f"{sending}", "it sends the whole journal to MLflow, wait for it"
         )
@@ -65,31 +66,18 @@ class RunFolder:
         """Return the newest checkpoint of that step, or None."""
         return next((path for path in list_checkpoints(self.checkpoints) if step_of(path) == step), None)
 
-    def advice_after_failure(self, error: RunError, config: Config) -> str:
+    def advice_after_failure(self, config: Config) -> str:
         """Return what the user can do after a start of `config` that failed permanently."""
         remedy = config.start_again
         if self.has_checkpoints():
             remedy = f"resume with run.resume={shlex.quote(config.run.dir)}"
-            if error.code == StorageError.code:  # a checkpoint is of images of the same sizes
-                remedy += f"; if that changed the size of an image, {config.start_again}"
         return f"change the request or, once the cause is removed, {remedy}"
 
     def check_writable(self) -> None:
-        """Raise RequestError if nothing can be written here. Creates nothing.
-
-        Raises TemporaryError if the storage is out of reach.
-        """
-        try:
-            self.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # what exists above it says whether it can be created
-        except OSError as error:
-            raise self.write_error(error) from None
+        """Raise RequestError if nothing can be written here. Creates nothing."""
         place = self.nearest_existing()
-        if not place.is_dir():
-            raise self._not_writable("a file is in its way")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise self._not_writable(f"{place} is read-only")
+        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+            raise self._not_writable(f"{place} is read-only" if place.is_dir() else f"{place} is a file")
 
     def hold(self) -> None:
         """Take the lock, for as long as this process lives.
@@ -103,17 +91,17 @@ class RunFolder:
                 part("part from former holder")(self)
             self._is_new = is_new
             self.checkpoints.mkdir(exist_ok=True)
-        except (OSError, RunError) as error:
+        except OSError as error:
             self.release()
-            raise (error if isinstance(error, RunError) else self.write_error(error)) from None
+            raise self.write_error(error) from None
 
     def release(self) -> None:
         """Drop the lock. Remove the folder if `hold` made it and it is still empty."""
-        made = [self.checkpoints, self.mirror, self.lock.path]
-        with contextlib.suppress(OSError):
-            if self._is_new and {*self.path.iterdir()} <= {*made}:
+        made = [self.mirror, self.lock.path]
+        with suppress(OSError):
+            if self._is_new and {*self.path.iterdir()} <= {*made, self.checkpoints}:
                 self.checkpoints.rmdir()
-                for path in made[1:]:
+                for path in made:
                     path.unlink(missing_ok=True)
                 self.path.rmdir()
         self.lock.drop()
@@ -126,7 +114,7 @@ class RunFolder:
         """
         self.lock.check()
 
-    @contextlib.contextmanager
+    @contextmanager
     def replacing(self, path: Path) -> Iterator[Path]:
         """Do what `files.replacing` does, as long as the folder is ours (see `check_ours`)."""
         self.check_ours()
@@ -135,25 +123,19 @@ class RunFolder:
             self.check_ours()
 
     def write(self, path: Path, data: bytes) -> None:
-        """Replace a file of the folder by `data`, completely or not at all, if the folder is ours.
-
-        Raises OSError.
-        """
-        with self.replacing(path) as temporary, open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        """Replace a file of the folder by `data`, completely or not at all. Raises OSError."""
+        with self.replacing(path) as temporary:
+            write_synced(temporary, data)
 
     def set_aside(self) -> Path | None:
         """Move an earlier run's files into a new subfolder; return that, or None without files."""
-        self.check_ours()
         try:
             old = [
                 entry
                 for entry in self.path.iterdir()
                 if entry.name not in _KEPT_AT_FRESH_START and not entry.name.startswith(("before-", "."))
             ]
-            if not any(entry != self.checkpoints or any(entry.iterdir()) for entry in old):
+            if old == [self.checkpoints] and not any(self.checkpoints.iterdir()):
                 return None
             aside = self.set_aside_files(old)
             self.checkpoints.mkdir()
@@ -165,8 +147,8 @@ class RunFolder:
         """Move files of this folder into a new subfolder, and return that. Raises OSError."""
         self.check_ours()
         stamp = time.strftime("before-%Y%m%d-%H%M%S")
-        numbered = (f"{stamp}-{number}" if number else stamp for number in itertools.count())
-        aside = next(self.path / name for name in numbered if not (self.path / name).exists())
+        places = (self.path / (f"{stamp}-{number}" if number else stamp) for number in itertools.count())
+        aside = next(place for place in places if not place.exists())
         aside.mkdir()
         for path in paths:
             os.rename(path, aside / path.name)
@@ -187,9 +169,7 @@ class RunFolder:
         if error.errno in FULL:
             problem = f"run.dir={self.path} cannot be written: {error.strerror}"
             return StorageError(problem, "make room, or give another folder with run.dir=FOLDER")
-        return storage_outage(f"run.dir={self.path}", error) or self._not_writable(
-            error.strerror or "unknown error"
-        )
+        return storage_outage(f"run.dir={self.path}", error) or self._not_writable(f"{error.strerror}")
 
     def _not_writable(self, why: str) -> RequestError:
         problem = f"run.dir={self.path} cannot be written: {why}"

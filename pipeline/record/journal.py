@@ -107,8 +107,7 @@ class Journal:
     def __init__(self, path: Path, log: Callable[[str], None], resumed_at: int | None = None) -> None:
         """resumed_at: the step after which figures of earlier starts no longer count, if any."""
         self._log = log
-        self._lock = threading.Lock()
-        """Held while a row is written: the thread that saves checkpoints writes rows, too."""
+        self._lock = threading.Lock()  # the thread that saves checkpoints writes rows, too
         self._last_steps: dict[str, int] = {}
         """The last logged step of each metric."""
         self._discarded: dict[tuple[str, int], float] = {}
@@ -117,12 +116,12 @@ class Journal:
         self.run_id = ""
         for row, after in read(path):
             end = after
+            self.run_id = self.run_id or row.get("run", "")
             for key, value in row.get("metrics", {}).items():
                 if resumed_at is not None and row["step"] > resumed_at and not key.startswith(MEASURED):
                     self._discarded[key, row["step"]] = value
                 else:
                     self._last_steps[key] = max(self._last_steps.get(key, -1), row["step"])
-            self.run_id = self.run_id or row.get("run", "")
         self._lines = JsonLines(path, end)
         if not self.run_id:
             self.run_id = uuid.uuid4().hex
@@ -130,12 +129,12 @@ class Journal:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the finite metrics of `step` that no row has yet."""
-        last = self._last_steps
-        new = {
-            key: value for key, value in metrics.items() if last.get(key, -1) < step and math.isfinite(value)
-        }
-        last.update(dict.fromkeys(new, step))
-        new = {key: value for key, value in new.items() if self._discarded.pop((key, step), None) != value}
+        new = {}
+        for key, value in metrics.items():
+            if self._last_steps.get(key, -1) < step and math.isfinite(value):
+                self._last_steps[key] = step
+                if self._discarded.pop((key, step), None) != value:
+                    new[key] = value
         if new:
             self._append({"step": step, "metrics": new})
 

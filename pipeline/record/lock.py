@@ -30,9 +30,7 @@ class Lock:
         written.
         """
         while True:
-            self.path.parent.mkdir(
-                parents=True, exist_ok=True
-            )  # a start that fails removes the folder that it made
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # a start that fails may remove it meanwhile
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 if not try_lock(self.path, descriptor, patience_s):
@@ -54,15 +52,10 @@ class Lock:
     def is_held(self) -> bool:
         """Return True if another process holds the lock, False also if there are no locks here."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
+            with open(self.path, "r+b", buffering=0) as file:
+                return not try_lock(self.path, file.fileno(), 0)
+        except (OSError, RequestError):
             return False
-        try:
-            return not try_lock(self.path, descriptor, 0)
-        except RequestError:
-            return False
-        finally:
-            os.close(descriptor)
 
     def join_holder(self) -> None:
         """Remember the process that holds the lock now: this process writes on its behalf."""

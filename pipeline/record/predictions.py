@@ -32,10 +32,8 @@ class Predictions:
     def count_correct(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return how many images of each class are predicted correctly, and how many it has."""
         decoded = self.labels >= 0
-        correct = self.labels[decoded & (self.labels == self.predicted)]
-        return np.bincount(correct, minlength=num_classes), np.bincount(
-            self.labels[decoded], minlength=num_classes
-        )
+        correct = np.bincount(self.labels[decoded & (self.labels == self.predicted)], minlength=num_classes)
+        return correct, np.bincount(self.labels[decoded], minlength=num_classes)
 
     @property
     def classes_with_images(self) -> int:
@@ -63,22 +61,28 @@ class Predictions:
         if len(classes) > _MAX_RECALLS:
             return {}
         correct, images = self.count_correct(len(classes))
-        names = _make_unique([re.sub(r"[^\w .-]", "_", name)[:100] for name in classes])
-        return {names[label]: float(correct[label] / images[label]) for label in np.flatnonzero(images)}
+        names = [re.sub(r"[^\w .-]", "_", name)[:100] for name in classes]
+        counts = Counter(names)
+        recalls = {}
+        for label in np.flatnonzero(images).tolist():
+            name = names[label]
+            if counts[name] > 1 or not name.strip("."):  # MLflow refuses "", "." and ".." as a part of a path
+                name += f"_{label}"
+            recalls[name] = float(correct[label] / images[label])
+        return recalls
 
     def calibration(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the images, the correct ones and the sum of confidences of 15 bins, [15] each.
 
-        The bins divide the confidences 0..1 equally; each includes its lower end. The sums are in
-        units of `CONFIDENCE_UNIT`. Images without a label are left out.
+        The sums are in units of `CONFIDENCE_UNIT`. Images without a label are left out.
         """
         known = self.labels >= 0
         units = np.rint(self.confidence[known] * CONFIDENCE_UNIT).astype(np.int64)
         bins = np.minimum(units * _CALIBRATION_BINS // CONFIDENCE_UNIT, _CALIBRATION_BINS - 1)
-        is_correct = self.labels[known] == self.predicted[known]
         images, correct, confidence = np.zeros((3, _CALIBRATION_BINS), np.int64)
-        for sums, values in ((images, 1), (correct, is_correct), (confidence, units)):
-            np.add.at(sums, bins, values)
+        np.add.at(images, bins, 1)
+        np.add.at(correct, bins, self.labels[known] == self.predicted[known])
+        np.add.at(confidence, bins, units)
         return images, correct, confidence
 
     def calibration_error(self) -> float | None:
@@ -91,18 +95,3 @@ class Predictions:
         images, correct, confidence = self.calibration()
         distance = sum(np.abs(correct * CONFIDENCE_UNIT - confidence).tolist())
         return distance / CONFIDENCE_UNIT / int(images.sum()) if images.any() else None
-
-
-def _make_unique(names: list[str]) -> list[str]:
-    """Return the names, each different: one that several classes have gets the class's number.
-
-    So do "", "." and "..", which MLflow refuses as a part of a path.
-    """
-    counts, taken, unique = Counter(names), {*names}, []
-    for label, name in enumerate(names):
-        new = name
-        while (counts[name] > 1 or not name.strip(".")) and new in taken:
-            new += f"_{label}"
-        taken.add(new)
-        unique.append(new)
-    return unique

@@ -48,15 +48,12 @@ class Terminal:
     def progress(self, *parts: str) -> None:
         """Replace the live line on a terminal; otherwise print a line at most every ten seconds.
 
-        parts: the most important first. A narrow terminal shows those that fit.
+        parts: the most important first. A narrow terminal cuts the last ones off.
         """
         text = "  ".join(parts)
         if self._is_live:
-            room = _columns() - 1  # a line that wraps cannot be erased
-            while len(text) > room and len(parts) > 1:
-                parts = parts[:-1]
-                text = "  ".join(parts)
-            print(f"{_ERASED}{text[:room]}", end="", file=sys.stderr, flush=True)
+            text = text[: _columns() - 1]  # a line that wraps cannot be erased
+            print(f"{_ERASED}{text}", end="", file=sys.stderr, flush=True)
             self._has_live_line = True
         elif time.monotonic() - self._last_progress >= _LOG_EVERY_S:
             self._last_progress = time.monotonic()

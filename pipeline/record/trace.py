@@ -10,12 +10,8 @@ class Trace:
 
     def __init__(self, path: Path, step: int) -> None:
         """Open the file and cut off the rows after `step`: these updates are made again."""
-        end = 0
-        for row, after in read(path):
-            if row.get("step", 0) > step:
-                break
-            end = after
-        self._lines = JsonLines(path, end)
+        ends = [end for row, end in read(path) if row.get("step", 0) <= step]
+        self._lines = JsonLines(path, ends[-1] if ends else 0)
 
     def append(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         # an error is not logged: the journal is on the same disk and logs its own

@@ -33,7 +33,7 @@ def join(config: Config, world: World) -> Group:
     )
     if world.size > 1 and launch_id() is None:
         waiting = f"rank {world.rank} of {world.size} waits for the other processes"
-        make_terminal(is_main=True).log(f"{waiting}: {groups.join_advice()}")
+        make_terminal(is_main=True).log(f"{waiting}: {groups.JOIN_ADVICE}")
     return groups.start(config, world, choose_device(config, world))
 
 

@@ -71,7 +71,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
 
     batches: this process's passes, in order. Raises in all processes: NotFiniteError if the loss is
     not finite, OutageError if the data stays out of reach, StorageError if too many images are bad,
-    DivergedError if weights differ.
+    RunError if weights differ.
     """
     state, plan = trainer.state, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer

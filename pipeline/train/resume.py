@@ -16,7 +16,7 @@ from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.group import Group
 from pipeline.lazy import part
-from pipeline.record.checkpoint import decode, decode_state, read_named
+from pipeline.record.checkpoint import decode, decode_state
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
@@ -151,7 +151,7 @@ def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
         newest = newest_verified(path.parent, log)
         assert newest is not None
         return newest
-    return path, read_named(path)
+    return path, read_verified(path)
 
 
 def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:

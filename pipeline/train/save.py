@@ -13,8 +13,8 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     is_last: return only when it is on the disk. Unless the run is stopping, too, a save that fails
     is then tried again, while the other ranks wait.
 
-    Raises NotFiniteError if weights are not finite, StorageError if saves fail, DivergedError if
-    weights differ.
+    Raises NotFiniteError if weights are not finite, StorageError if saves fail, RunError if weights
+    differ.
     """
     state, job, group = trainer.state, trainer.job, trainer.process.group
     writer = trainer.records.checkpoints  # None on ranks other than 0

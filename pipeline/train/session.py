@@ -238,7 +238,7 @@ class Session:
         except RunError as error:
             self._folder.check_ours()
             if save_failure(self._folder.path, error, self._request):
-                advice = self._folder.advice_after_failure(error, self._config)
+                advice = self._folder.advice_after_failure(self._config)
                 self._terminal.log(f"with run.resume=auto this request now fails at once: {advice}")
             elif error.code in errors.PERMANENT:
                 self._terminal.log(f"{FAILURE} could not be written: {self._config.same_command} tries again")
