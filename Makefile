@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: servers help setup train ui test equivalence screenshots gpu-memory test-containers faults faults-ci guards cluster-test lint lock clean
+.PHONY: servers help setup train ui test equivalence screenshots test-containers faults faults-ci guards cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -24,7 +24,6 @@ help:
 	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
 	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
 	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
-	@echo 'make gpu-memory        print the memory that each recipe takes on a GPU, computed without one'
 	@echo 'make test-containers   build the images and test them; needs a Docker engine'
 	@echo 'make cluster-test      train on a real cluster and inject faults (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER, ARGS)'
 	@echo 'make lint    run ruff and mypy'
@@ -69,12 +68,6 @@ build/mlflow-2.22/ready: tests/mlflow-2.22.txt
 screenshots: setup
 	$(BIN)/python tests/resume_picture.py docs/images/resume.png
 	$(BIN)/python tests/screenshots.py docs/images $(ARGS)
-
-# the memory of each recipe on a GPU, computed on a fake one; needs a C compiler
-gpu-memory: setup
-	mkdir -p build
-	$(CC) -shared -fPIC -o build/fake_cuda.so tests/fake_cuda.c
-	LD_PRELOAD=$(CURDIR)/build/fake_cuda.so $(BIN)/python tests/dry_run.py --memory
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 

@@ -37,7 +37,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source
 from pipeline.data.transfer import to_device
-from pipeline.device import choose_device
+from pipeline.device import choose_device, make_timer
 from pipeline.group import Group, start
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
@@ -50,7 +50,7 @@ from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.timing import StepTimer, make_timer
+from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
 from pipeline.train.loop import update_once
@@ -124,7 +124,7 @@ def make_update(
     config, plan, group = setup.config, setup.plan, setup.group
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose_strategy(config, plan, model, group)
-    timer = timer or make_timer(group.device.type)
+    timer = timer or make_timer(group.device)
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     stop = StopRequest()
     watchdog = Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop)

@@ -20,11 +20,11 @@ from rounds import Row, add_size, interleave, run_script, show
 from pipeline.addons.mlflow.sender import start_sender
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
+from pipeline.device import make_timer
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.timing import make_timer
 from pipeline.train.listener import Listener, Update
 
 
@@ -50,7 +50,7 @@ def compare(options: Namespace) -> str:
         silent = replace(setup, plan=replace(plan, log_every=plan.last_step))
         update = partial(make_update(silent), repeat(batch))
         reference = Row("reference", timed(silent, options.steps, update))
-        timer = make_timer(setup.group.device.type)
+        timer = make_timer(setup.group.device)
         step = partial(make_update(setup, ToJournal(folder.journal), timer=timer), repeat(batch))
         tracked = Row("tracked", timed(setup, options.steps, step), reference)
         tracker = start_sender(config, folder)  # after the loop has made the journal

@@ -8,7 +8,9 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError, one_line
+from pipeline.lazy import part
 from pipeline.machine import has_gpu, no_gpu_error
+from pipeline.timing import StepTimer
 from pipeline.world import World, is_launched
 
 
@@ -53,6 +55,12 @@ def choose_device(config: Config, world: World) -> torch.device:
 
 def _compute(device: torch.device) -> None:
     torch.ones(1, device=device).add_(1).item()
+
+
+def make_timer(device: torch.device) -> StepTimer:
+    """Return the timer for steps on a device."""
+    timer: StepTimer = part("gpu timer")() if device.type == "cuda" else StepTimer()
+    return timer
 
 
 def driver_version() -> str:

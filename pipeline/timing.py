@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, get_args
 
-from pipeline.lazy import part
-
 Entry = Literal[
     "data", "copy", "forward_backward", "communication", "optimizer", "validation", "checkpoint", "tracking", "other"
 ]  # fmt: skip
@@ -54,9 +52,3 @@ class StepTimer:
         spent = {entry: self.seconds[entry] - self._popped[entry] for entry in ENTRIES}
         self._popped = dict(self.seconds)
         return spent
-
-
-def make_timer(device_type: str) -> StepTimer:
-    """Return the timer for steps on a device."""
-    timer: StepTimer = part("gpu timer")() if device_type == "cuda" else StepTimer()
-    return timer

@@ -10,7 +10,6 @@ The process must run with the library of `fake_cuda.c` in LD_PRELOAD.
 
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -55,10 +54,6 @@ class FakeCuda(TorchDispatchMode):
         value that it reads there.
         """
         super().__init__()
-        self.peak_bytes = 0
-        """The most that all tensors on the device took at once, without workspace of kernels."""
-        self._bytes = 0
-        self._storages: set[int] = set()
         self._waits: list[str] | None = None
         self._readable = readable
 
@@ -85,13 +80,9 @@ class FakeCuda(TorchDispatchMode):
         if _copies_and_waits(name, args, kwargs):
             self.wait()
         try:
-            result = func(*args, **kwargs)
+            return func(*args, **kwargs)
         except _WAITING:
             return self.wait()
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
-                self._count(tensor.untyped_storage())
-        return result
 
     @contextmanager
     def watch(self, waits: list[str]) -> Iterator[None]:
@@ -104,18 +95,6 @@ class FakeCuda(TorchDispatchMode):
             yield
         finally:
             self._waits = None
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage's bytes until it is freed."""
-        if storage._cdata not in self._storages:
-            self._storages.add(storage._cdata)
-            self._bytes += storage.nbytes()
-            self.peak_bytes = max(self.peak_bytes, self._bytes)
-            weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-
-    def _free(self, key: int, num_bytes: int) -> None:
-        self._storages.discard(key)
-        self._bytes -= num_bytes
 
     def wait(self) -> float:
         """Record a wait, and return the value that the host reads."""

@@ -19,6 +19,7 @@ from pipeline.config.schema import Config
 from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.sources import Source
 from pipeline.data.transfer import to_device
+from pipeline.device import make_timer
 from pipeline.errors import RunError
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
@@ -28,7 +29,6 @@ from pipeline.record.failure import FAILURE, save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.terminal import make_terminal
-from pipeline.timing import make_timer
 from pipeline.train.build import build_state
 from pipeline.train.ending import crash, done_line, end_of, leave, record_end, record_hang
 from pipeline.train.evaluation import Evaluation
@@ -134,7 +134,7 @@ class Session:
                 setting_up.callback(watchdog.stop)
                 watchdog.start()
                 group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
-                process = Process(group, self._terminal, make_timer(group.device.type), watchdog, stop)
+                process = Process(group, self._terminal, make_timer(group.device), watchdog, stop)
                 # before any weight exists, all agree on the request, the data and the plan
                 check_same_request(config, group)
                 source = broadcast_source(config, group, prepared.source if prepared else None)
