@@ -47,12 +47,11 @@ class Group:
         if timeout_s is not None:
             self._timeout = self.device_timeout = timedelta(seconds=timeout_s)
             self._join(timeout_s + restore_s)
-        ranks = self.all_gather((socket.gethostname(), os.getpid()))
+        this = socket.gethostname(), os.getpid()
+        ranks = self.all_gather(this)
         self.hosts = [host for host, _ in ranks]
         """The host name of each rank."""
-        self.local_peer_pids = [
-            pid for host, pid in ranks if host == self.hosts[self.rank] and pid != os.getpid()
-        ]
+        self.local_peer_pids = [pid for host, pid in ranks if host == this[0] and pid != this[1]]
         """The process ids of the other ranks on this machine."""
 
     def _join(self, timeout_s: float) -> None:
@@ -95,9 +94,10 @@ class Group:
 
     def all_gather(self, item: Any) -> list[Any]:
         """Return the items of all ranks, in rank order, on every rank. For small, rare objects."""
-        items = [item] * self.size
-        if not self._is_alone:
-            dist.all_gather_object(items, item)  # uses the CPU backend if the group has one
+        if self._is_alone:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)  # uses the CPU backend if the group has one
         return items
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:

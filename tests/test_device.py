@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torchvision
 from harness import environment, free_port
 
 from pipeline import device, machine
@@ -121,20 +120,9 @@ def test_a_layer_without_a_deterministic_gradient_is_refused_on_a_gpu(
     assert refuse_gradients(arch, *words, *frozen, size=size) is None, "the layer has no gradient"
 
 
-ARCHS = ("resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t")
-
-
-@pytest.mark.parametrize(
-    "arch",
-    [
-        name if name in ARCHS else pytest.param(name, marks=pytest.mark.full)
-        for name in torchvision.models.list_models(module=torchvision.models)
-        if not name.startswith(("alexnet", "vgg"))
-    ],
-)
+@pytest.mark.parametrize("arch", ["resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t"])
 def test_other_models_have_deterministic_gradients(arch: str) -> None:
-    size = 299 if arch == "inception_v3" else 224
-    check_gradients_are_deterministic(meta_model(Model(arch=arch), 10), arch, 2, size)
+    check_gradients_are_deterministic(meta_model(Model(arch=arch), 10), arch, 2, 224)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from harness import SMALL, Job, children, command_line, environment
+from harness import SMALL, Job, environment
 
 from pipeline.record.journal import final_status
 
@@ -48,21 +48,6 @@ def test_a_quiet_run_prints_nothing_and_copies_no_model_for_a_pass_that_it_does_
         result = run.run()
         assert (result.code, result.err) == (0, "")
         assert result.done["step"] == "1"
-
-
-def test_the_other_ranks_leave_while_rank_0_draws(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "track.report=true"]
-    run = Job(tmp_path / "run", words, nproc=2).start()
-
-    def draws_alone() -> bool:
-        ranks = run.ranks()
-        return len(ranks) == 1 and any(" report " in command_line(pid) for pid in children(ranks[0]))
-
-    run.wait_until(draws_alone, "time in which rank 0 draws alone")
-    assert final_status(run.folder / "journal.jsonl") == "FINISHED"
-    assert run.wait().done["step"] == "2"
-    assert (run.folder / "report/index.html").exists()
-    assert (run.folder / "report/curves.png").exists()
 
 
 # What may happen to an output: statements that a process executes first.

@@ -16,15 +16,8 @@ LIMIT = 8
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 3, **env: str) -> Job:
-    words = [
-        "digits",
-        f"data.root={digits}",
-        *SMALL,
-        "train.epochs=100",
-        "data.workers=0",
-        f"run.timeout={LIMIT}",
-    ]
-    return Job(folder, [*words, *more], nproc=nproc, env=env)
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=100", "data.workers=0"]
+    return Job(folder, [*words, f"run.timeout={LIMIT}", *more], nproc=nproc, env=env)
 
 
 @pytest.mark.fault("A7", ci=1, long=10)

@@ -21,13 +21,9 @@ from faults.ledger import Notes
 from pipeline.record.checkpoint_files import step_of
 
 Make = Callable[[Path], Cluster]
-
 Uninterrupted = Callable[[str, Make], Job]
-
-QUICK = {
-    2: ("one rank", "launcher"),
-    3: ("all ranks", "inside a save", "loader worker"),
-}  # each once in `make test`
+# each once in `make test`
+QUICK = {2: ("one rank", "launcher"), 3: ("all ranks", "inside a save", "loader worker")}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +52,8 @@ def test_killed_processes_end_with_the_same_bits(
     full: bool,
     notes: Notes,
 ) -> None:
-    tracked = (
-        world == 2 and seed == 0
-    )  # in the other cases the journal, from which MLflow gets its data, is enough
+    # in the other cases the journal, from which MLflow gets its data, is enough
+    tracked = world == 2 and seed == 0
 
     def make(folder: Path, tracked: bool = world == 2) -> Cluster:
         uri = f"sqlite:///{folder.parent}/{folder.name}.db" if tracked else "none"
@@ -86,16 +81,8 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
         f"import subprocess\nwith open('err', 'w') as err:\n    subprocess.Popen({command}, stderr=err)\n"
     )
     (tmp_path / "start").write_text(f"{sys.executable} agent\ntouch left\nexec sleep 60\n")
-    rank = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "TORCHELASTIC_RUN_ID": "1",
-    }
-    container = subprocess.Popen(
-        [*namespace, "sh", "start"], cwd=tmp_path, env=environment(**rank), start_new_session=True
-    )
+    env = environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="1")
+    container = subprocess.Popen([*namespace, "sh", "start"], cwd=tmp_path, env=env, start_new_session=True)
     try:
         while not (tmp_path / "left").exists():
             assert container.poll() is None
@@ -119,15 +106,13 @@ def test_lost_pods_are_replaced_and_end_with_the_same_bits(
     pytestconfig: pytest.Config,
 ) -> None:  # fmt: skip
     kinds = list(Namespaces.kinds) if full else ["node 0"]
-    if (
-        pytestconfig.getoption("--faults") == "ci"
-    ):  # each once; with three nodes those that leave several alive
+    if pytestconfig.getoption("--faults") == "ci":
+        # each once; with three nodes those that leave several alive
         kinds = ["one rank", "node 0"] if nodes == 2 else ["another node", "cut"]
 
     def make(folder: Path) -> Cluster:
-        return Namespaces(
-            folder, digits, nodes, "train.epochs=100", f"train.max_steps={16 + 16 * len(kinds)}"
-        )
+        steps = 16 + 16 * len(kinds)
+        return Namespaces(folder, digits, nodes, "train.epochs=100", f"train.max_steps={steps}")
 
     draw = random.Random(1000 * nodes + seed)
     expected = uninterrupted(f"pods {nodes}", make)
@@ -265,10 +250,9 @@ def _mlflow_history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent}/{run.folder.name}.db")
     (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
     (tracked,) = client.search_runs([experiment.experiment_id])
-    keys = [key for key in tracked.data.metrics if key.startswith(("train/", "val/"))]
-    return tracked.info.status, {
-        key: sorted(
-            (point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, key)
-        )
-        for key in keys
-    }
+    history = {}
+    for key in tracked.data.metrics:
+        if key.startswith(("train/", "val/")):
+            points = client.get_metric_history(tracked.info.run_id, key)
+            history[key] = sorted((point.step, point.value) for point in points)
+    return tracked.info.status, history

@@ -287,18 +287,6 @@ def test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder(
     assert run.wait().code == 75, "the first run continues until it is stopped"
 
 
-def test_an_abort_at_interpreter_shutdown_does_not_fail_a_finished_run(tmp_path: Path, digits: Path) -> None:
-    # gloo's threads sometimes abort there
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, os\nif 'RANK' in os.environ:\n    atexit.register(os.abort)\n"
-    )
-    run = job(tmp_path / "run", digits, "train.max_steps=1", nproc=2)
-    run.env["PYTHONPATH"] = str(tmp_path)
-    result = run.run()
-    assert result.code == 0, result.err
-    assert result.done["step"] == "1"
-
-
 def has_signal(pid: int, kind: str, number: int) -> bool:
     """Return True if a process ignores (SigIgn) or handles (SigCgt) a signal."""
     numbers = Path(f"/proc/{pid}/status").read_text().partition(f"{kind}:")[2].split()[0]
