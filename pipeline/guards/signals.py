@@ -79,13 +79,10 @@ class StopRequest:
         return self._asked_at is not None
 
     def seconds_left(self) -> float | None:
-        """Return how long this process may take until its launcher kills it; None: no signal.
-
-        It is 0 after a second Ctrl-C.
-        """
+        """Return how long this process may take until its launcher kills it; None: no signal."""
         if not self.is_set() or self._asked_at is None:
             return None
-        if signal.SIGINT in self._received[1:]:
+        if signal.SIGINT in self._received[1:]:  # a second Ctrl-C
             return 0.0
         timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
         return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - self._asked_at))
@@ -96,10 +93,7 @@ class StopRequest:
             raise EarlyStopError
 
     def exit_on_signal(self) -> AbstractContextManager[None]:
-        """End the process at a signal: native code that waits for peers reads no flag.
-
-        No step has been made, so nothing is lost. Raises EarlyStopError if a signal arrived before.
-        """
+        """End the process at a signal: native code that waits for peers reads no flag."""
         return self._handled_by(signal.SIG_DFL)
 
     @contextmanager

@@ -108,7 +108,8 @@ class CheckpointWriter:
         self._run, self._folder = folder, folder.checkpoints
         self._keep, self._log, self._on_saved = keep, log, on_saved
         self._thread: threading.Thread | None = None
-        self._failures = 0
+        self.failures = 0
+        """Saves that have failed since the last one that did not."""
         self._failing_since = 0.0
 
     def save(self, contents: dict[str, Any], step: int, best_step: int | None, patience_s: float = 0) -> None:
@@ -131,16 +132,12 @@ class CheckpointWriter:
     def should_give_up(self) -> bool:
         """True if saves have failed MAX_FAILURES times and for MAX_FAILING_S."""
         is_long = time.monotonic() - self._failing_since >= MAX_FAILING_S
-        return self._failures >= MAX_FAILURES and (is_long or self.is_folder_removed)
+        return self.failures >= MAX_FAILURES and (is_long or self.is_folder_removed)
 
     @property
     def is_folder_removed(self) -> bool:
         """True if the folder has been removed or renamed since the start."""
         return not self._folder.is_dir()
-
-    @property
-    def last_failed(self) -> bool:
-        return self._failures > 0
 
     def _save(self, snapshot: dict[str, Any], step: int, best_step: int | None, patience_s: float) -> None:
         end = time.monotonic() + patience_s
@@ -153,7 +150,7 @@ class CheckpointWriter:
             if self.is_folder_removed or time.monotonic() + _RETRY_S >= end:
                 return
             time.sleep(_RETRY_S)
-        self._failures = 0
+        self.failures = 0
         self._prune(best_step)
         self._on_saved(saved)
 
@@ -179,9 +176,9 @@ class CheckpointWriter:
         return saved
 
     def _log_failure(self, error: BaseException, step: int) -> None:
-        if not self._failures:
+        if not self.failures:
             self._failing_since = time.monotonic()
-        self._failures += 1
+        self.failures += 1
         # torch.save raises an error about the file's position instead of the system's
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
@@ -190,19 +187,17 @@ class CheckpointWriter:
         if cause is not None and cause.errno in FULL:
             reason = f"{cause.strerror}: free disk space"
         self._log(
-            f"checkpoint of step {step} was not saved: {reason}; failure {self._failures}, the run ends after"
+            f"checkpoint of step {step} was not saved: {reason}; failure {self.failures}, the run ends after"
             f" {MAX_FAILURES} in a row and {MAX_FAILING_S // 60} min"
         )
 
     def _prune(self, best_step: int | None) -> None:
-        """Delete all but the newest `keep` and the best.
-
-        Of two with the same step the newer stays: it was saved after the evaluation.
-        """
+        """Delete all but the newest `keep` and the best."""
         kept: list[int] = []
         with suppress(OSError):  # of a listing: the next save tries again
             for path in list_checkpoints(self._folder):
                 step = step_of(path)
+                # of two with the same step the newer stays: it was saved after the evaluation
                 if step not in kept and (len(kept) < self._keep or step == best_step):
                     kept.append(step)
                     continue

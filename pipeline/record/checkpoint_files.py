@@ -1,7 +1,7 @@
 """The files of checkpoints: their names, which hold a digest, and reading them with a check.
 
 A file's name is step-<step>.<first 16 hex digits of its SHA-256>.pt. No torch here: `checkpoint`
-decodes what these functions read.
+decodes what these functions read. A storage that is out of reach is a TemporaryError.
 """
 
 import hashlib
@@ -28,10 +28,7 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all paths in `folder` that are named like a checkpoint, newest first, unverified.
-
-    Raises OSError if the folder exists and cannot be listed.
-    """
+    """Return all paths in `folder` that are named like a checkpoint, newest first, unverified."""
     found = []
     with suppress(FileNotFoundError, NotADirectoryError):
         for path in folder.iterdir():
@@ -42,10 +39,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_verified(path: Path) -> bytes:
-    """Return the file's bytes. Raises StorageError if they do not have the digest in its name.
-
-    Raises TemporaryError if the storage is out of reach.
-    """
+    """Return the file's bytes. Raises StorageError if they do not have the digest in its name."""
     step_of(path)
     try:
         data = path.read_bytes()
@@ -65,8 +59,7 @@ def newest_verified(
     """Return the newest checkpoint that verifies and its bytes, or None if there is no checkpoint.
 
     Damaged checkpoints are logged. Raises StorageError if there are checkpoints and none verifies:
-    a silent fresh start could discard a month of training. Raises TemporaryError, and looks at no
-    older checkpoint, if the storage is out of reach.
+    a silent fresh start could discard a month of training.
     """
     paths = list_checkpoints(folder)
     for path in paths:
@@ -83,10 +76,7 @@ def newest_verified(
 
 
 def find(path: Path) -> Path:
-    """Return the path of a checkpoint: `path` itself, or the newest in a run's folder.
-
-    Raises StorageError if there is none, TemporaryError if the storage is out of reach.
-    """
+    """Return the path of a checkpoint: `path` itself, or the newest in a run's folder."""
     try:
         path.stat()
         if not path.is_dir():

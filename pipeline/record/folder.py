@@ -82,8 +82,7 @@ class RunFolder:
     def hold(self) -> None:
         """Take the lock, for as long as this process lives.
 
-        Raises TemporaryError, which names the holder, if another process holds it; what
-        `write_error` returns if the folder cannot be written.
+        Raises TemporaryError if another process holds it, or what `write_error` returns.
         """
         try:
             is_new = not self.path.exists()
@@ -116,7 +115,7 @@ class RunFolder:
 
     @contextmanager
     def replacing(self, path: Path) -> Iterator[Path]:
-        """Do what `files.replacing` does, as long as the folder is ours (see `check_ours`)."""
+        """Do what `files.replacing` does, as long as the folder is ours."""
         self.check_ours()
         with replacing(path) as temporary:
             yield temporary
@@ -161,11 +160,7 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def write_error(self, error: OSError) -> RunError:
-        """Return the error of a failed read or write.
-
-        StorageError for a full disk, TemporaryError if the storage is out of reach, else
-        RequestError.
-        """
+        """Return the error of a failed read or write: for a full disk, an outage, or the request."""
         if error.errno in FULL:
             problem = f"run.dir={self.path} cannot be written: {error.strerror}"
             return StorageError(problem, "make room, or give another folder with run.dir=FOLDER")

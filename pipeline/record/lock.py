@@ -26,8 +26,7 @@ class Lock:
         """Take the lock; return True if it was taken from a holder that still lives.
 
         Makes the folder. Raises TemporaryError if another process holds the lock for `patience_s`
-        seconds, RequestError if the file system has no locks, OSError if the file cannot be
-        written.
+        seconds, RequestError if there are no locks, OSError if the file cannot be written.
         """
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # a start that fails may remove it meanwhile
@@ -73,10 +72,7 @@ class Lock:
 
 
 def try_lock(path: Path, descriptor: int, patience_s: float) -> bool:
-    """Lock an open file; return False if another process holds it for `patience_s` seconds.
-
-    Raises RequestError if its file system has no locks.
-    """
+    """Do what `files.lock` does. Raises RequestError if the file system has no locks."""
     try:
         return lock(descriptor, patience_s)
     except OSError as error:

@@ -89,8 +89,7 @@ class Predictions:
         """Return the expected calibration error, or None without images.
 
         It is the mean distance of accuracy and confidence over 15 bins, weighted by their images
-        (Guo et al., "On calibration of modern neural networks", 2017; their bins include the upper
-        end, torchmetrics' the lower).
+        (Guo et al., "On calibration of modern neural networks", 2017).
         """
         images, correct, confidence = self.calibration()
         distance = sum(np.abs(correct * CONFIDENCE_UNIT - confidence).tolist())

@@ -72,7 +72,7 @@ def _last_failure(
     trainer: Trainer, writer: CheckpointWriter | None, step: int, *, is_stopping: bool
 ) -> RunError | None:
     """Return the error of a last save that failed, or None."""
-    if not writer or not writer.last_failed:
+    if not writer or not writer.failures:
         return None
     if writer.is_folder_removed:
         return _removed(trainer, step)
