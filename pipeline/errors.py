@@ -103,7 +103,8 @@ PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 
 def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
-    return next((kind for kind in RunError.__subclasses__() if kind.code == code), RunError)
+    kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
+    return next((kind for kind in kinds if kind.code == code), RunError)
 
 
 def shorten(name: str, width: int) -> str:

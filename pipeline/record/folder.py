@@ -160,7 +160,7 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def write_error(self, error: OSError) -> RunError:
-        """Return the error of a failed read or write: for a full disk, an outage, or the request."""
+        """Return the error of a failed read or write: a full disk, an outage or a wrong request."""
         if error.errno in FULL:
             problem = f"run.dir={self.path} cannot be written: {error.strerror}"
             return StorageError(problem, "make room, or give another folder with run.dir=FOLDER")

@@ -1,7 +1,4 @@
-"""Output for people, on standard error: a live line on a terminal, lines with the time in a log.
-
-Standard output is for results. Only a terminal gets colour, unless NO_COLOR (no-color.org) is set.
-"""
+"""Output for people, on standard error: a live line on a terminal, lines with times in a log."""
 
 import os
 import shutil
@@ -12,7 +9,7 @@ from pipeline.data.access import BadImage
 from pipeline.streams import QUIET
 
 _LOG_EVERY_S = 10
-_BOLD, _PLAIN, _ERASED = "\x1b[1m", "\x1b[0m", "\r\x1b[K"
+_ERASED = "\r\x1b[K"
 
 
 class Terminal:
@@ -34,11 +31,9 @@ class Terminal:
 
     def log_summary(self, rows: dict[str, str]) -> None:
         """Print a table of names and values."""
-        has_colour = self._is_live and not os.environ.get("NO_COLOR")
         width = max(map(len, rows))
         for name, text in rows.items():
-            padded = f"{name:<{width}}"
-            self.log(f"  {_BOLD + padded + _PLAIN if has_colour else padded}  {text}")
+            self.log(f"  {name:<{width}}  {text}")
 
     def log_bad_images(self, bad_images: list[BadImage]) -> None:
         """Name each validation image that could not be decoded."""

@@ -10,6 +10,7 @@ with the same code. The report is made from the ledger alone.
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import textwrap
@@ -25,6 +26,7 @@ import pytest
 from faults.rows import ROWS
 
 ROOT = Path(__file__).parents[2]
+_COMMANDS = {"once": "`make test`", "ci": "`make faults-ci` (three tests at a time)", "long": "`make faults`"}
 
 
 @dataclass
@@ -88,14 +90,10 @@ class _Ledger:
     def __init__(self, config: pytest.Config) -> None:
         self._path: Path = config.getoption("--ledger")
         self._report: Path | None = config.getoption("--report")
-        self._is_worker = hasattr(
-            config, "workerinput"
-        )  # an xdist worker: only the controller writes the ledger
+        self._is_worker = hasattr(config, "workerinput")  # of xdist: only the controller writes the ledger
         self._mode: str = config.getoption("--faults")
-        folders = ("pipeline", "tests")
-        self._code = _git("rev-parse", *(f"HEAD:{name}" for name in folders)) + _git(
-            "status", "--porcelain", *folders
-        )
+        self._code = _git("rev-parse", "HEAD:pipeline", "HEAD:tests")
+        self._code += _git("status", "--porcelain", "pipeline", "tests")
         self._commit = _git("rev-parse", "--short", "HEAD")
 
     @pytest.hookimpl(trylast=True)
@@ -134,49 +132,38 @@ class _Ledger:
 
 
 def _report(results: list[dict[str, Any]]) -> str:
-    table = []
+    table = [
+        "| row | injected | promised | promise kept | time (median) | test |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, row in ROWS.items():
         of_row = [result for result in results if name in result["faults"]]
-        passed = sum(len(result["faults"][name]) for result in of_row if result["passed"])
+        kept = [seconds for result in of_row if result["passed"] for seconds in result["faults"][name]]
         count = sum(len(result["faults"][name]) for result in of_row)
-        seconds = [
-            s for result in of_row if result["passed"] for s in result["faults"][name] if s is not None
-        ]
-        time_taken = f"{statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else ""
-        files = "<br>".join(
-            f"`{file}`" for file in sorted({result["test"].partition("::")[0] for result in of_row})
+        known = [seconds for seconds in kept if seconds is not None]
+        time_taken = f"{statistics.median(known):.1f} s, longest {max(known):.1f} s" if known else ""
+        files = sorted({f"`{result['test'].partition('::')[0]}`" for result in of_row})
+        rate = f"{len(kept):,} of {count:,}" if count else "not run"
+        table.append(
+            f"| {name} | {row.injected} | {row.promised} | {rate} | {time_taken} | {'<br>'.join(files)} |"
         )
-        rate = f"{passed:,} of {count:,}" if count else "not run"
-        table.append(f"| {name} | {row.injected} | {row.promised} | {rate} | {time_taken} | {files} |")
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     dates = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
     days = f"{min(dates)} to {max(dates)}" if dates else "never"
-    commands = {
-        "once": "`make test`",
-        "ci": "`make faults-ci` (three tests at a time)",
-        "long": "`make faults`",
-    }
-    modes = ", ".join(dict.fromkeys(commands[result["mode"]] for result in results))
+    modes = ", ".join(dict.fromkeys(_COMMANDS[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
-    return "\n".join(
-        [
-            "# Faults",
-            "",
-            _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
-            "",
-            _wrap(
-                "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures equal"
-                " those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until training made a"
-                " step again, or until all processes had ended."
-            ),
-            "",
-            "| row | injected | promised | promise kept | time (median) | test |",
-            "| --- | --- | --- | --- | --- | --- |",
-            *table,
-            "",
-            *(["Promise not kept:", "", *failed] if failed else []),
-        ]
-    )
+    paragraphs = [
+        "# Faults",
+        _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
+        _wrap(
+            "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures equal"
+            " those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until training made a"
+            " step again, or until all processes had ended."
+        ),
+        "\n".join(table),
+        *(["Promise not kept:", "\n".join(failed)] if failed else []),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _wrap(text: str) -> str:
@@ -184,15 +171,10 @@ def _wrap(text: str) -> str:
 
 
 def _machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
-    return f"{len(os.sched_getaffinity(0))} CPUs ({model})"
+    model = re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{len(os.sched_getaffinity(0))} CPUs ({model[1] if model else platform.machine()})"
 
 
 def _git(*words: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False
-    ).stdout.strip()
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
