@@ -10,7 +10,7 @@ from itertools import repeat
 from loop import DEFAULTS, Setup, make_update, prepare, timed
 from rounds import Row, add_size, interleave, run_script, show
 
-from pipeline import world
+from pipeline import supervision
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.planning import make_plan
@@ -20,7 +20,7 @@ def compare(options: Namespace) -> str:
     words = [*DEFAULTS, "exact.shards=16", *options.overrides]
     config, exact = load("digits", [*words, "run.exact=false"]), load("digits", [*words, "run.exact=true"])
     setup = prepare(config, deterministic=False)
-    here = world.from_environment()
+    here = supervision.this_world()
     rows: list[Row] = []
     for name, variant in (("reference", config), ("exact", exact)):
         own = Setup(variant, make_plan(variant, here, setup.source.size), setup.group, setup.source)

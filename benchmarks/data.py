@@ -38,7 +38,7 @@ from pipeline.errors import RequestError
 from pipeline.model.normalise import MEAN, STD
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
-from pipeline.world import from_environment
+from pipeline.supervision import this_world
 
 WORKERS = 2
 SIZE = 224
@@ -108,7 +108,7 @@ def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Co
                  "augment.flip=0.5", "train.epochs=1000000", *more]  # fmt: skip
     config = load("digits", overrides)
     source = open_source(config)
-    return config, make_plan(config, from_environment(), source.size), source
+    return config, make_plan(config, this_world(), source.size), source
 
 
 def time_loader(

@@ -58,7 +58,7 @@ from pipeline.train.optimizer import make_optimizer
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
 from pipeline.train.trainer import Trainer
-from pipeline.world import from_environment
+from pipeline.supervision import this_world
 
 DEFAULTS = [
     "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",
@@ -91,7 +91,7 @@ class Setup:
 
 def prepare(config: Config, *, deterministic: bool) -> Setup:
     """Configure torch for this process and open the data."""
-    world = from_environment()
+    world = this_world()
     threads = max(1, world.cpus // world.local_size)
     randomness.configure_torch(deterministic=deterministic, precision=config.train.precision, threads=threads)
     group = start(config, world, choose_device(config, world))

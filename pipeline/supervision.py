@@ -1,4 +1,4 @@
-"""Parents and peers of a rank: the torchrun agent that started it, and the other local ranks."""
+"""The launcher of a rank: the place that it gives it, the torchrun agent, the other local ranks."""
 
 import json
 import os
@@ -7,14 +7,48 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from pipeline.errors import CRASH
+from pipeline.errors import CRASH, RequestError
+from pipeline.machine import available_cpus, has_gpu, missing_to_compile
 from pipeline.orphan import die_with_parent
-from pipeline.world import is_launched
+from pipeline.world import ALONE, VARIABLES, World, is_launched
 
 NO_LAUNCH_ID = "none"
 """torchrun's id of every job on several nodes that is started without --rdzv-id."""
+
+
+def this_world() -> World:
+    """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
+    alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing_to_compile())
+    if not is_launched():
+        return alone
+    given = {name: os.environ.get(name, default) or "" for name, default in VARIABLES.items()}
+    if all(text.isdecimal() for text in given.values()):
+        rank, size, local_rank, local_size = map(int, given.values())
+        if rank < size and local_rank < local_size <= size:
+            address = _init_method() if size > 1 else None
+            return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank,
+                           init_method=address)  # fmt: skip
+    text = " ".join(f"{name}={value}" for name, value in given.items())
+    raise RequestError(
+        f"{text} in the environment is no place in a group", f"{ALONE}, or start with torchrun or --nproc"
+    )
+
+
+def _init_method() -> str | None:
+    """Return INIT_METHOD, or None if it is not set and MASTER_ADDR and MASTER_PORT are."""
+    given, port = os.environ.get("INIT_METHOD"), os.environ.get("MASTER_PORT")
+    address = given if port is None or given else f"tcp://{os.environ.get('MASTER_ADDR', '')}:{port}"
+    match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})", address or "", re.ASCII)
+    if match and 0 < int(match[1]) < 1 << 16:
+        return given or None
+    raise RequestError(
+        f"RANK and WORLD_SIZE are set, but no address of rank 0: INIT_METHOD={given} MASTER_PORT={port}",
+        f"set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or {ALONE},"
+        " or start with torchrun or --nproc",
+    )
 
 
 def launch_id() -> str | None:

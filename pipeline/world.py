@@ -1,4 +1,4 @@
-"""The ranks of a run, read from the environment that a launcher sets, before torch is imported.
+"""The ranks of a run, as a launcher sets them in the environment.
 
 A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its rank from
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. They can also be set by hand. Without them the
@@ -7,11 +7,9 @@ them, too.
 """
 
 import os
-import re
 from dataclasses import dataclass, replace
 
 from pipeline.errors import RequestError
-from pipeline.machine import available_cpus, has_gpu, missing_to_compile
 
 VARIABLES = {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 """The launcher's variables and their defaults."""
@@ -66,35 +64,3 @@ def forget_launcher() -> None:
     """Remove a launcher's variables from the environment of this process and of its children."""
     for name in VARIABLES:
         os.environ.pop(name, None)
-
-
-def from_environment() -> World:
-    """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
-    alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing_to_compile())
-    if not is_launched():
-        return alone
-    given = {name: os.environ.get(name, default) or "" for name, default in VARIABLES.items()}
-    if all(text.isdecimal() for text in given.values()):
-        rank, size, local_rank, local_size = map(int, given.values())
-        if rank < size and local_rank < local_size <= size:
-            address = _init_method() if size > 1 else None
-            return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank,
-                           init_method=address)  # fmt: skip
-    text = " ".join(f"{name}={value}" for name, value in given.items())
-    raise RequestError(
-        f"{text} in the environment is no place in a group", f"{ALONE}, or start with torchrun or --nproc"
-    )
-
-
-def _init_method() -> str | None:
-    """Return INIT_METHOD, or None if it is not set and MASTER_ADDR and MASTER_PORT are."""
-    given, port = os.environ.get("INIT_METHOD"), os.environ.get("MASTER_PORT")
-    address = given if port is None or given else f"tcp://{os.environ.get('MASTER_ADDR', '')}:{port}"
-    match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})", address or "", re.ASCII)
-    if match and 0 < int(match[1]) < 1 << 16:
-        return given
-    raise RequestError(
-        f"RANK and WORLD_SIZE are set, but no address of rank 0: INIT_METHOD={given} MASTER_PORT={port}",
-        f"set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or {ALONE},"
-        " or start with torchrun or --nproc",
-    )

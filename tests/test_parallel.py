@@ -36,7 +36,8 @@ from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
-from pipeline.world import World, from_environment
+from pipeline.supervision import this_world
+from pipeline.world import World
 
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
 FSDP = ("parallel=fsdp", *COMMON)
@@ -362,7 +363,7 @@ def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytes
         for name, value in {"RANK": "1", "WORLD_SIZE": "2", **given}.items():
             monkeypatch.setenv(name, value)
         if problem is None:
-            assert from_environment().init_method == given.get("INIT_METHOD")
+            assert this_world().init_method == given.get("INIT_METHOD")
         else:
             with pytest.raises(RequestError, match=problem):
-                from_environment()
+                this_world()

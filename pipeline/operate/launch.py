@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import machine, portable, world
+from pipeline import machine, portable, supervision, world
 from pipeline.config.load import MAX_YAML_BYTES, for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
 from pipeline.data import sources
@@ -148,4 +148,4 @@ def _read_world(nproc: int | None) -> World:
     if nproc is not None and world.is_launched():
         problem = f"--nproc {nproc} with RANK and WORLD_SIZE in the environment"
         raise RequestError(problem, "give --nproc, or start with torchrun, not both")
-    return world.from_environment()
+    return supervision.this_world()

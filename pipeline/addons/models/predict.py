@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import world
+from pipeline import supervision
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.report.figures import Tile, draw_contact_sheet, drawn_name
 from pipeline.config.load import from_yaml
@@ -109,7 +109,7 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
 
 
 def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> Iterator[_Prediction]:
-    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), world.from_environment()
+    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), supervision.this_world()
     device = choose_device(config, here)
     model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)

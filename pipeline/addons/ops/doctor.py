@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline import errors, world
+from pipeline import errors, supervision
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.plan_table import table
@@ -51,7 +51,7 @@ def examine(
     """
     nodes = num_nodes or _nodes_from_environment()
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
-    here = world.from_environment().resized(processes, nodes)
+    here = supervision.this_world().resized(processes, nodes)
     findings = Findings(is_quiet=as_json)
     config = findings.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
