@@ -1,8 +1,8 @@
-"""Run one training as processes, in network namespaces or in containers, and inject faults there.
+"""Run one training as processes or in network namespaces, and inject faults there.
 
 Tests use the interface of `Cluster`. After a fault the training comes back as it does in that
-environment: the user repeats the command, or the Job controller (simulated by `pods`) or `pipeline
-rehearse` replaces the node.
+environment: the user repeats the command, or the Job controller (simulated by `pods`) replaces the
+node.
 """
 
 import os
@@ -209,78 +209,6 @@ class Namespaces(Cluster):
 
     def log(self) -> str:
         return self.pods.logs()
-
-
-class Containers(Cluster):
-    """`pipeline rehearse`: one container for each node.
-
-    Tests read the run's files from the volume's folder on this machine.
-    """
-
-    kinds: ClassVar = {"one rank": "A1", "node 0": "G3", "another node": "G3", "cut": "G1"}
-
-    def __init__(self, folder: Path, nodes: int, *words: str) -> None:
-        self._volume, self._nodes, self._words = f"faults-{os.getpid()}-{folder.name}", nodes, words
-        docker("volume", "create", self._volume)
-        mount = Path(docker("volume", "inspect", "--format", "{{.Mountpoint}}", self._volume).strip())
-        self.run = Job(mount / "digits", [])
-        self._output = folder.with_suffix(".out")
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "pipeline", "rehearse", "digits", "--nodes", str(self._nodes),
-                   "--runs", self._volume, *WORDS, *self._words]  # fmt: skip
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._output, "w") as output:
-            self._process = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
-
-    def kill(self, kind: str, draw: random.Random) -> None:
-        time.sleep(draw.uniform(0, 0.3))
-        if kind == "one rank":
-            node = self._container(draw.randrange(self._nodes))
-            pids = [int(line.split()[0]) for line in docker("top", node, "-eo", "pid").splitlines()[1:]]
-            kill(
-                next(
-                    pid
-                    for pid in pids
-                    if variable(pid, "RANK") and "multiprocessing" not in command_line(pid)
-                ),
-                9,
-            )
-        else:
-            docker("kill", self._container(0 if kind == "node 0" else draw.randrange(1, self._nodes)))
-
-    def cut(self, seconds: float, draw: random.Random) -> None:
-        node = self._container(draw.randrange(self._nodes))
-        link = [
-            "{{range $name, $_ := .NetworkSettings.Networks}}{{$name}} {{.IPAddress}} {{index .Aliases 0}}{{end}}"
-        ]
-        network, address, alias = docker("inspect", "--format", *link, node).split()
-        docker("network", "disconnect", network, node)
-        time.sleep(seconds)
-        docker("network", "connect", "--ip", address, "--alias", alias, network, node)
-
-    def wait(self) -> None:
-        assert self._process
-        assert self._process.wait(600) == 0, self.log()
-
-    def close(self) -> None:
-        if self._process:
-            self._process.terminate()
-            self._process.wait(60)
-            copy = self._output.with_suffix(
-                ".copy"
-            )  # tests compare with these files after the volume is removed
-            shutil.copytree(self.run.folder, copy)
-            self.run.folder = copy
-        docker("volume", "rm", "--force", self._volume)
-
-    def log(self) -> str:
-        return self._output.read_text()
-
-    def _container(self, node: int) -> str:
-        names = docker("ps", "--filter", f"label={LABEL}", "--format", "{{.Names}}").split()
-        return next(name for name in names if re.fullmatch(rf"rehearsal-\w+-{node}", name))
 
 
 def done_line(run: Job) -> str:

@@ -1,6 +1,6 @@
 """A killed run resumes with the same bits, the same samples and the same metrics.
 
-The same assertions apply to processes, network namespaces and containers.
+The same assertions apply to processes and network namespaces.
 """
 
 import random
@@ -16,7 +16,7 @@ import pytest
 from harness import SHARING, SMALL, Job, assert_each_sample_once, environment, kill
 
 from faults import pods
-from faults.cluster import Cluster, Containers, Namespaces, Processes, assert_same
+from faults.cluster import Cluster, Namespaces, Processes, assert_same
 from faults.ledger import Notes
 from pipeline.record.checkpoint_files import step_of
 
@@ -116,21 +116,6 @@ def test_lost_pods_are_replaced_and_end_with_the_same_bits(
 
     draw = random.Random(1000 * nodes + seed)
     expected = uninterrupted(f"pods {nodes}", make)
-    with closing(make(tmp_path / "faulty")) as cluster:
-        _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
-
-
-@pytest.mark.engine
-@pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
-def test_lost_containers_are_replaced_and_end_with_the_same_bits(
-    tmp_path: Path, images: None, uninterrupted: Uninterrupted, seed: int, notes: Notes
-) -> None:
-    def make(folder: Path) -> Cluster:
-        return Containers(folder, 2, "train.epochs=100", "train.max_steps=80")
-
-    draw = random.Random(seed)
-    kinds = list(Containers.kinds)
-    expected = uninterrupted("containers", make)
     with closing(make(tmp_path / "faulty")) as cluster:
         _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
 
