@@ -35,8 +35,8 @@ def available_memory() -> int:
 def start_failure(processes: str, error: OSError, otherwise: str) -> str:
     """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
     return (
-        f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the limits on"
-        f" processes, memory and open files, or {otherwise}"
+        f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the"
+        f" limits on processes, memory and open files, or {otherwise}"
     )
 
 

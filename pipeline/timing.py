@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 Entry = Literal[
-    "data", "copy", "forward_backward", "communication", "optimizer", "validation", "checkpoint", "tracking", "other"
+    "data", "copy", "forward_backward", "communication", "optimizer", "validation", "checkpoint", "tracking",
+    "other",
 ]  # fmt: skip
 ENTRIES: tuple[Entry, ...] = get_args(Entry)
 Seconds = dict[Entry, float]

@@ -44,8 +44,7 @@ from torchvision.transforms.functional import normalize, resize
 from pipeline.addons.ops import provenance
 from pipeline.config.load import RECIPES, load
 from pipeline.data.images import decode
-from pipeline.record.journal import Journal, read
-from pipeline.record.trace import Trace
+from pipeline.record.journal import Journal, Trace, read
 
 # no server, a server that replies with errors, a server that never replies; the others with --full
 QUICK = ("absent", "500", "silent")

@@ -34,15 +34,13 @@ class DivergenceWatch:
         tensors, group = self._strategy.replicated_tensors(), self._strategy.group
         sums = group.all_gather(torch.stack([bit_sum(tensor) for tensor in tensors.values()]).tolist())
         if any(other != sums[0] for other in sums):
-            since = (
-                "never compared since the start"
-                if self._equal_at is None
-                else f"equal at step {self._equal_at}"
-            )
+            at = self._equal_at
+            since = "never compared since the start" if at is None else f"equal at step {at}"
+            found = _describe(list(tensors), sums, group.hosts)
             raise RunError(
-                f"the weights have diverged: at step {step} {_describe(list(tensors), sums, group.hosts)} ({since})",
-                "nothing was saved; the same command resumes from the previous checkpoint; if it happens again, check"
-                " that rank's device, memory and software",
+                f"the weights have diverged: at step {step} {found} ({since})",
+                "nothing was saved; the same command resumes from the previous checkpoint; if it happens again,"
+                " check that rank's device, memory and software",
             )
         self._equal_at = step
 

@@ -37,8 +37,8 @@ MAX_FAILING_S = 600
 _RETRY_S = 5
 _MODEL_PARTS = {"model": dict, "average": dict | None, "config": str, "classes": list}
 _STATE_PARTS = _MODEL_PARTS | {
-    "step": int, "optimizer": dict, "scaler": dict, "totals": Tensor, "evaluation": dict | None, "best": dict | None,
-    "bad_images": dict, "data": str, "world": int,
+    "step": int, "optimizer": dict, "scaler": dict, "totals": Tensor, "evaluation": dict | None,
+    "best": dict | None, "bad_images": dict, "data": str, "world": int,
 }  # fmt: skip
 
 

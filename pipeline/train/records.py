@@ -17,8 +17,7 @@ from pipeline.lazy import part
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.failure import clear_failure
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, events, run_id
-from pipeline.record.trace import Trace
+from pipeline.record.journal import Journal, Trace, events, run_id
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import End, Evaluated, Listener, Mirror, Start, Update
