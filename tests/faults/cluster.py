@@ -5,34 +5,17 @@ environment: the user repeats the command, or the Job controller (simulated by `
 node.
 """
 
-import os
 import random
-import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from engine import docker
-from harness import (
-    SMALL,
-    Job,
-    assert_each_sample_once,
-    children,
-    command_line,
-    environment,
-    kill,
-    read_rows,
-    variable,
-)
+from harness import SMALL, Job, assert_each_sample_once, children, command_line, kill, read_rows
 
 from faults.pods import Pods, rendered
-from pipeline.addons.deploy.rehearse import LABEL
 
 EVERY = 7
 WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "track.uri=none")
