@@ -50,6 +50,7 @@ from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
+from pipeline.supervision import this_world
 from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
@@ -58,7 +59,6 @@ from pipeline.train.optimizer import make_optimizer
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
 from pipeline.train.trainer import Trainer
-from pipeline.supervision import this_world
 
 DEFAULTS = [
     "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",

@@ -34,9 +34,9 @@ from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
+from pipeline.supervision import this_world
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
-from pipeline.supervision import this_world
 from pipeline.world import World
 
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
