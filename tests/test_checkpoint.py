@@ -131,9 +131,7 @@ def test_only_the_newest_and_the_best_are_kept(run: RunFolder) -> None:
     assert not [path for path in run.checkpoints.iterdir() if path.name.startswith(".")]
 
 
-def test_a_checkpoint_is_synced_before_it_is_renamed(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_is_synced_before_it_is_renamed(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write(run, 1)
     done = []
 

@@ -273,9 +273,7 @@ def test_a_stop_cuts_neither_slow_steps_nor_saves_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("A8")
-def test_a_second_start_exits_75_and_names_the_holder(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_second_start_exits_75_and_names_the_holder(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):
