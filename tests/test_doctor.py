@@ -278,18 +278,6 @@ def test_a_failed_check_of_a_mirror_leaves_no_probe(
     assert bucket.names() == []
 
 
-def test_a_store_that_fails_now_and_then_passes(
-    bucket: Bucket, digits_pack: Path, fault_proxy: FaultProxy
-) -> None:
-    """A request whose answer is lost is repeated, and then finds what it wrote itself."""
-    source = open_source(load("digits", ["data.source=pack", f"data.root={copy_into(bucket, digits_pack)}"]))
-    fault_proxy.rates = {"500": 0.1, "truncate": 0.2}
-    for _ in range(5):
-        assert "honours conditional writes" in store.check_mirror(Store(f"{bucket.place}/run"))
-        assert "returns one image" in store.check_reads(source.train)
-    assert fault_proxy.counts["truncate"] > 5
-
-
 def test_a_store_out_of_reach_is_temporary(tmp_path: Path, digits: Path) -> None:
     secret = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "not-to-be-shown"}
     nowhere = {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
