@@ -56,7 +56,8 @@ def _unknown_key(key: str, given: object) -> str:
         key = f"{key}.{inner}"
     if key in all_keys():
         section, _, name = key.partition(".")
-        return f"'{key}: …' is not allowed in a recipe: write '{section}: {{{name}: …}}'"
+        value = show(given)
+        return f"'{key}: {value}' is not allowed in a recipe: write '{section}: {{{name}: {value}}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
     return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
 
