@@ -71,12 +71,8 @@ def stream(
     """Return the global batches of `steps` and all image defects that any rank found."""
     config, plan, source = prepare(root, world, *overrides)
     positions = range(steps.start * plan.accumulate, steps.stop * plan.accumulate)
-    ranks = []
-    for rank in range(world):
-        ranks.append(
-            list(batches(TrainBatches(source.train, config, plan, rank), positions, plan, pin=False))
-        )
-        assert len(ranks[-1]) == len(positions)
+    made = [TrainBatches(source.train, config, plan, rank) for rank in range(world)]
+    ranks = [list(batches(batch, positions, plan, pin=False)) for batch in made]
     global_batches = []
     for step in range(len(steps)):
         passes = slice(step * plan.accumulate, (step + 1) * plan.accumulate)

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_resumes, free_port, quick
+from harness import SMALL, Job, assert_resumes, quick
 from torch import nn
 
 from pipeline.config.sections import Model
-from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.ema import make_ema, update_ema
 from pipeline.model.weights import weights_digest
 from pipeline.parallel.ddp import synchronise_batch_norm
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.world import World
 
 
 def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
@@ -50,14 +48,6 @@ def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits
     assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
 
 
-def test_averaging_no_tensors_does_nothing() -> None:
-    group = Group(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
-    try:
-        group.all_reduce_mean([])
-    finally:
-        group.shutdown()
-
-
 @pytest.mark.full
 def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0", "run.deterministic=false",
@@ -73,15 +63,14 @@ def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path
         contents = decode(read_verified(path), path)
         for part in ("model", "average"):
             # The first batch norm: its input does not depend on other statistics.
-            means[name, part] = next(
-                tensor for key, tensor in contents[part].items() if key.endswith("running_mean")
-            )
+            names = [key for key in contents[part] if key.endswith("running_mean")]
+            means[name, part] = contents[part][names[0]]
     for part in ("model", "average"):
         torch.testing.assert_close(means["average", part], means["single", part], rtol=0, atol=1e-6)
         assert (means["local", part] - means["single", part]).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("arch", ["timm/regnety_002", "timm/resnet10t", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize("arch", ["timm/regnety_002", "shufflenet_v2_x0_5"])
 def test_synchronised_batch_norm_keeps_weights_and_activations(arch: str) -> None:
     model = build(Model(arch=arch), 10).eval()
     images = torch.randn(2, 3, 64, 64)

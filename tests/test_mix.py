@@ -5,9 +5,10 @@ import torch
 from torch.nn import functional
 
 from pipeline.config.load import load
-from pipeline.config.sections import Augment
+from pipeline.config.sections import Augment, Train
 from pipeline.data.mix import draw_mix, mix_images, own_label_weights, swap_partners
 from pipeline.errors import RequestError
+from pipeline.model.loss import Targets, classification_loss
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.world import World
@@ -37,20 +38,14 @@ def test_the_label_weights_of_cutmix_are_the_shares_of_the_pixels() -> None:
     assert float(own.std()) > 0.1
 
 
-def test_with_both_enabled_each_pair_gets_one() -> None:
-    mix = draw_mix(Augment(mixup=0.2, cutmix=1.0), 3, 0, 0, 400)
-    is_mixup = (mix[:, 1:] == torch.tensor([0.0, 0, 1, 1])).all(1)
-    assert 120 < int(is_mixup.sum()) < 280
-
-
 def test_the_mix_depends_on_the_position_in_the_global_batch() -> None:
     options = Augment(mixup=0.2, cutmix=1.0)
-    full_batch = draw_mix(options, 3, 5, 0, 48)
-    assert torch.equal(
-        full_batch, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)])
-    )
-    assert not torch.equal(full_batch, draw_mix(options, 3, 6, 0, 48))
+    whole = draw_mix(options, 3, 5, 0, 48)
+    assert torch.equal(whole, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)]))
+    assert not torch.equal(whole, draw_mix(options, 3, 6, 0, 48))
     assert draw_mix(Augment(), 3, 5, 0, 48).shape == (0, 5)
+    is_mixup = (draw_mix(options, 3, 0, 0, 400)[:, 1:] == torch.tensor([0.0, 0, 1, 1])).all(1)
+    assert 120 < int(is_mixup.sum()) < 280, "each pair gets one of both"
 
 
 def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
@@ -59,11 +54,10 @@ def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
     logits = torch.randn(16, 10, generator=torch.Generator().manual_seed(0))
     one_hot = functional.one_hot(labels, 10).float()
     soft = own[:, None] * one_hot + (1 - own[:, None]) * swap_partners(one_hot)
-    loss = own * functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
-    loss += (1 - own) * functional.cross_entropy(
-        logits, swap_partners(labels), reduction="none", label_smoothing=0.1
+    found = classification_loss(
+        logits, Targets(labels, swap_partners(labels), own), Train(label_smoothing=0.1)
     )
-    torch.testing.assert_close(loss.mean(), functional.cross_entropy(logits, soft, label_smoothing=0.1))
+    torch.testing.assert_close(found, functional.cross_entropy(logits, soft, label_smoothing=0.1))
 
 
 def test_passes_with_an_odd_number_of_images_are_refused() -> None:

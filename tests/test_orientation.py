@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import json
 import struct
 import zlib
@@ -16,7 +17,6 @@ from PIL import Image, ImageOps
 from streams import stream
 from torch import Tensor
 
-from pipeline.addons.datasets import jpeg_restarts
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Augment
@@ -73,27 +73,11 @@ def test_images_are_turned_as_pillow_turns_them(kind: str) -> None:
         assert torch.equal(decode(data, upright=False), by_pillow(data, upright=False))
 
 
-@pytest.mark.usefixtures("jpegtran")
-def test_a_part_of_a_packed_jpeg_is_turned_too() -> None:
-    for orientation in ORIENTATIONS:
-        data = encoded(pattern(), "JPEG", orientation)
-        packed = jpeg_restarts.with_restarts(data, orientation)
-        assert packed
-        upright, picture = decode(data), Picture.open(packed)
-        assert picture.frame
-        assert picture.frame.cuts
-        assert torch.equal(decode(packed), upright)
-        assert torch.equal(picture.region(20, 30, 31, 17), upright[:, 20:51, 30:47])
-
-
 def test_odd_orientations_are_read_as_upright() -> None:
     plain = pattern()
-    for orientation in (0, 9, 65535):
-        assert torch.equal(decode(encoded(plain, "PNG", orientation)), decode(encoded(plain, "PNG")))
-        assert torch.equal(decode(encoded(plain, "JPEG", orientation)), decode(encoded(plain, "JPEG")))
-    damaged = encoded(plain, "JPEG", 6).replace(
-        b"Exif\0\0MM\0*\0\0\0\x08\0\x01", b"Exif\0\0MM\0*\xff\xff\xff\xff\xff\xff"
-    )
+    for orientation, kind in itertools.product((0, 9, 65535), ("PNG", "JPEG")):
+        assert torch.equal(decode(encoded(plain, kind, orientation)), decode(encoded(plain, kind)))
+    damaged = encoded(plain, "JPEG", 6).replace(b"MM\0*\0\0\0\x08\0\x01", b"MM\0*\xff\xff\xff\xff\xff\xff")
     assert torch.equal(decode(damaged), decode(encoded(plain, "JPEG")))
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
     data = encoded(plain, "JPEG", xmp=xmp)
@@ -170,13 +154,11 @@ def test_a_configuration_of_0_2_keeps_its_orientation_and_split(tmp_path: Path) 
     new = load("digits", [f"run.dir={tmp_path}"])
     assert (new.data.orientation, new.data.split_by) == ("apply", "class")
     saved = new.to_yaml().replace("  orientation: apply\n", "").replace("  split_by: class\n", "")
-    assert saved.count("\n") == new.to_yaml().count("\n") - 2
-    old = from_yaml(saved, "config.yaml")
-    assert (old.data.orientation, old.data.split_by) == ("ignore", "file")
     (tmp_path / "config.yaml").write_text(saved)
+    old = load("digits", [f"run.dir={tmp_path}"])
+    assert (old.data.orientation, old.data.split_by) == ("ignore", "file")
     again = load("digits", [f"run.dir={tmp_path}", "data.orientation=apply"])
     assert (again.data.orientation, again.data.split_by) == ("apply", "file")
-    assert load("digits", [f"run.dir={tmp_path}"]) == old
     assert load("digits", [f"run.dir={tmp_path}", "run.resume=never"]).data.orientation == "apply"
     (tmp_path / "config.yaml").write_text(new.to_yaml())
     assert load("digits", [f"run.dir={tmp_path}"]).data == new.data
@@ -186,16 +168,12 @@ def test_predict_and_evaluate_read_upright_images(turned: Path, tmp_path: Path) 
     run = tmp_path / "run"
     trained = quick("train", "digits", *SMALL, *words(turned), f"run.dir={run}", "train.epochs=1")
     assert trained.code == 0, trained.err
-    first, second = (
-        quick("predict", str(run), str(root / "val"), "--json") for root in (turned, tmp_path / "plain")
-    )
-    probabilities = [
-        [row["top"] for row in json.loads(result.out)["predictions"]] for result in (first, second)
-    ]
-    assert probabilities[0] == probabilities[1]
-    figures = [quick("evaluate", str(run), f"data.root={root}").out for root in (turned, tmp_path / "plain")]
-    assert figures[0] == figures[1]
-    assert figures[0]
+    seen = []
+    for root in (turned, tmp_path / "plain"):
+        predicted = json.loads(quick("predict", str(run), str(root / "val"), "--json").out)["predictions"]
+        done = quick("evaluate", str(run), f"data.root={root}").done
+        seen.append(([row["top"] for row in predicted], done))
+    assert seen[0] == seen[1]
 
 
 # --- images of more than 8 bits
@@ -207,14 +185,10 @@ def tiff(values: Any, **tags: float) -> bytes:
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
     directory, buffer = ImageFileDirectory_v2(), io.BytesIO()
-    for name, (number, kind) in {
-        "low": (340, 11),
-        "high": (341, 11),
-        "highest": (281, 3),
-        "sign": (339, 3),
-    }.items():
-        if name in tags:
-            directory[number], directory.tagtype[number] = tags[name], kind
+    numbers = {"low": (340, 11), "high": (341, 11), "highest": (281, 3), "sign": (339, 3)}
+    for name, value in tags.items():
+        number, kind = numbers[name]
+        directory[number], directory.tagtype[number] = value, kind
     Image.fromarray(values).save(buffer, "TIFF", tiffinfo=directory)
     return buffer.getvalue()
 
@@ -234,10 +208,10 @@ def colour_png(values: Any) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [tiff((RAMP * 65535).astype(np.uint16)), encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "PNG"),
-     tiff((RAMP * 4095).astype(np.uint16), highest=4095), tiff(RAMP.astype(np.float32), low=0, high=1),
+     tiff((RAMP * 4095).astype(np.uint16), highest=4095),
      tiff((RAMP * 1000 - 500).astype(np.float32), low=-500, high=500),
      tiff((RAMP * 100_000).astype(np.int32), low=0, high=100_000)],
-    ids=["16 bits", "16-bit PNG", "12 bits in 16", "float", "float around 0", "32 bits"],
+    ids=["16 bits", "16-bit PNG", "12 bits in 16", "float around 0", "32 bits"],
 )  # fmt: skip
 def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
     assert np.abs(decode(data)[0].numpy() - RAMP * 255).max() <= 1

@@ -14,22 +14,17 @@ from pipeline.errors import RequestError, TemporaryError
 _FILE_ERRORS = (
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENXIO,
 )  # fmt: skip
-"""Errors that a single file can cause. Any other is the storage's: EIO, ESTALE, ETIMEDOUT, …"""
-
+"""Errors of a read that a single file can cause. Any other is the storage's: EIO, ESTALE, …"""
 _OUTAGE_ERRORS = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO,
     errno.ENODEV,
 )  # fmt: skip
 """Errors of a storage that is out of reach, in a read or a write."""
-
 PACK_FILE = "pack.json"
 """The file in the folder of a pack that lists its shards."""
-
-
-def is_bucket(place: object) -> bool:
-    """Return True for s3://…, False for a path of this machine."""
-    return str(place).startswith("s3://")
+PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"
+"""The remedy for data that cannot be read, or has moved."""
 
 
 class BadImage(NamedTuple):
@@ -40,14 +35,15 @@ class BadImage(NamedTuple):
     reason: str
 
 
-PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"
-"""The remedy for data that cannot be read, or has moved."""
+def is_bucket(place: object) -> bool:
+    """Return True for s3://…, False for a path of this machine."""
+    return str(place).startswith("s3://")
 
 
 def open_regular(path: str | bytes, flags: int) -> int:
-    """Return a descriptor of a regular file: the `opener` of `open` for files that may be hostile.
+    """Open a file that may be hostile, as the `opener` of `open`. Raises OSError.
 
-    A named pipe or a device would never end. Raises OSError.
+    A named pipe or a device would never end.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -56,17 +52,17 @@ def open_regular(path: str | bytes, flags: int) -> int:
     return descriptor
 
 
-def is_outage(error: OSError) -> bool:
-    """Return True if the storage caused the error, whatever the file."""
-    return error.errno not in _FILE_ERRORS
-
-
 def outage_error(path: bytes | Path, error: OSError) -> OutageError:
-    """Return the OutageError that names the file and the system's error."""
     return OutageError(
         f"the data is out of reach ({printable_name(os.fsencode(path))}: {error.strerror})",
         "give the same command again once it is back",
     )
+
+
+def raise_if_outage(path: bytes | Path, error: OSError) -> None:
+    """Raise OutageError if the storage of the data caused the error, whatever the file."""
+    if error.errno not in _FILE_ERRORS:
+        raise outage_error(path, error) from None
 
 
 def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
@@ -78,23 +74,17 @@ def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
     )
 
 
-def raise_if_outage(path: bytes | Path, error: OSError) -> None:
-    """Raise OutageError if the storage caused the error."""
-    if is_outage(error):
-        raise outage_error(path, error) from None
-
-
 def read_error(path: bytes, error: OSError) -> UnreadableError | OutageError:
     """Return what a failed read of an indexed file means: a defect of this file, or an outage.
 
     It is the file's own defect if its folder can be listed and the file still cannot be opened. An
     unmounted volume leaves no folder, or an empty one.
     """
-    if not is_outage(error) and is_non_empty_folder(os.path.dirname(os.path.realpath(path))):
+    if error.errno in _FILE_ERRORS and is_non_empty_folder(os.path.dirname(os.path.realpath(path))):
         try:
             open(path, "rb", buffering=0, opener=open_regular).close()  # the storage may be back by now
         except OSError as again:
-            if not is_outage(again):
+            if again.errno in _FILE_ERRORS:
                 return UnreadableError(again.strerror)
     return outage_error(path, error)
 
@@ -102,15 +92,14 @@ def read_error(path: bytes, error: OSError) -> UnreadableError | OutageError:
 def is_non_empty_folder(folder: bytes | Path) -> bool:
     """Return True if the folder exists, can be listed and is not empty."""
     with suppress(OSError), os.scandir(folder) as entries:
-        return any(True for _ in entries)
+        return next(entries, None) is not None
     return False
 
 
 def check_folder(root: Path, given: str, remedy: str) -> None:
-    """Raise RequestError if `root` is not a folder that can be listed.
+    """Raise RequestError if `root`, which the user wrote as `given`, cannot be listed.
 
-    given: what the user wrote. remedy: what to do if it is not a folder. Raises OutageError if the
-    storage fails.
+    remedy: what to do if it is not a folder. Raises OutageError if the storage fails.
     """
     try:
         os.scandir(root).close()

@@ -40,5 +40,4 @@ class Batch(NamedTuple):
 
 
 def format_sample_ids(ids: list[int]) -> str:
-    """Return the first few sample ids as text for a message."""
     return f"sample ids {list_first([str(i) for i in ids], 8) or 'none'}"

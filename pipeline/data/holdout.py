@@ -21,7 +21,6 @@ class HoldOut:
     by: str = "class"
 
     def describe(self) -> str:
-        """Return the rule as text for a message."""
         of = "each class" if self.by == "class" else "the files, drawn one by one as in version 0.2,"
         return f"{100 * self.share:g} % of {of} held out"
 

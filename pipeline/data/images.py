@@ -6,8 +6,7 @@ libjpeg-turbo and no more, decodes JPEG; Pillow decodes the rest, and what simpl
 Both give the same pixels. As with Pillow, grey, palette and CMYK become RGB and alpha is dropped;
 but images of more than 8 bits are scaled by the range that their file gives, where Pillow clips.
 
-Images are turned as their EXIF orientation says, after a crop is drawn on the upright size.
-`upright=False` reads them as version 0.2 did, for its runs and packs: Pillow turned TIFF files
+`upright=False` reads images as version 0.2 did, for its runs and packs: Pillow turned TIFF files
 only, and no range was asked for.
 """
 
@@ -16,12 +15,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import EpsImagePlugin, Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from pipeline.data import jpeg
@@ -38,19 +36,18 @@ _MAX_SCANS = 64
 # not every format of Pillow: for EPS it would start Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
 _16_BIT_MODES = ("I;16", "I;16B", "I;16L", "I")
-_TURNS = {
-    1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
-    5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
+_ROWS, _COLUMNS = 1, 2
+_TURNS: dict[int, tuple[bool, tuple[int, ...]]] = {
+    1: (False, ()), 2: (False, (_COLUMNS,)), 3: (False, (_ROWS, _COLUMNS)), 4: (False, (_ROWS,)),
+    5: (True, ()), 6: (True, (_COLUMNS,)), 7: (True, (_ROWS, _COLUMNS)), 8: (True, (_ROWS,)),
 }  # fmt: skip
-"""For each EXIF orientation: whether to swap rows and columns, then to flip rows, and columns."""
-_BAND = 256  # rows
+"""For each EXIF orientation: whether to swap rows and columns, and what to flip then."""
 _WARNING = "Corrupt JPEG data"
 """Beginning of libjpeg's warnings, after which it goes on, for example about bytes below a crop."""
 _EOI = bytes((0xFF, jpeg.EOI))
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is checked before each decode
 warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata
-EpsImagePlugin.gs_binary = False  # also no Ghostscript in the loaders that a benchmark compares with
 
 
 class BadImageError(Exception):
@@ -79,17 +76,17 @@ class Picture:
             raise BadImageError("empty file")
         if frame := jpeg.frame(data):  # Pillow would read the same from the header, at five times the cost
             _check(data, frame.height, frame.width, has_scans=not frame.is_sequential)
-            orientation = _known(jpeg.orientation(data, frame)) if upright else 1
-            height, width = frame.height, frame.width
-            if _TURNS[orientation][0]:
-                height, width = width, height
+            orientation = jpeg.orientation(frame) if upright else 1
+            orientation = orientation if orientation in _TURNS else 1
+            swaps, _ = _TURNS[orientation]
+            height, width = (frame.width, frame.height) if swaps else (frame.height, frame.width)
             return cls(height, width, data, frame, orientation)
         with _as_bad_image(), Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check(data, image.height, image.width, has_scans=image.format == "JPEG")
-            is_tiff = image.format == "TIFF"  # Pillow turns it by itself, and forgets its orientation
-            orientation = _orientation(image) if upright and is_tiff else 1
+            # Pillow turns a TIFF by itself when it decodes it, and forgets its orientation
+            orientation = _orientation(image) if upright and image.format == "TIFF" else 1
             pixels = _decode_pillow(image, checks_range=upright)
-            if upright and not is_tiff:
+            if upright and image.format != "TIFF":
                 orientation = _orientation(image)
                 pixels = _turn(pixels, orientation)
             return cls(pixels.shape[1], pixels.shape[2], pixels, None, orientation)
@@ -100,27 +97,23 @@ class Picture:
             assert isinstance(self.data, Tensor)
             return _crop(self.data, top, left, height, width)
         assert isinstance(self.data, bytes)
-        top, left, height, width = self._stored_box(top, left, height, width)
+        # where the box of the upright image lies in the stored one
+        swaps, flips = _TURNS[self.orientation]
+        top = self.height - top - height if _ROWS in flips else top
+        left = self.width - left - width if _COLUMNS in flips else left
+        if swaps:
+            top, left, height, width = left, top, width, height
+        data: bytes | bytearray = self.data
+        upper = None
         with _as_bad_image():
-            data: bytes | bytearray = self.data
-            upper = None
             if self.frame.cuts and (
                 cut := part("part of a JPEG")(self.data, self.frame, top, left, height, width)
             ):
                 data, top, left = cut
             elif self.frame.is_sequential and top + height < self.frame.height:
                 upper = jpeg.upper(self.data, self.frame, top + height)
-            pixels = decode_jpeg(data, self.frame, upper)
+            pixels = _decode_jpeg(data, self.frame, upper)
         return _turn(_crop(pixels, top, left, height, width), self.orientation)
-
-    def _stored_box(self, top: int, left: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return where a box of the upright image lies in the stored one."""
-        swaps, flips_rows, flips_columns = _TURNS[self.orientation]
-        if flips_rows:
-            top = self.height - top - height
-        if flips_columns:
-            left = self.width - left - width
-        return (left, top, width, height) if swaps else (top, left, height, width)
 
 
 def jpeg_decoder() -> str:
@@ -136,25 +129,20 @@ def decode(data: bytes | NDArray[np.uint8], *, upright: bool = True) -> Tensor:
 
 @contextmanager
 def _as_bad_image() -> Iterator[None]:
-    """Raise a BadImageError for any exception of a decoder.
-
-    For damaged files Pillow's plugins raise struct.error, KeyError, MemoryError and more.
-    """
     try:
         yield
     except BadImageError:
         raise
     except UnidentifiedImageError:
         raise BadImageError("not an image in a known format") from None
-    except Exception as error:
+    except Exception as error:  # for damaged files Pillow's plugins raise struct.error, KeyError and more
         raise BadImageError(one_line(error) or type(error).__name__) from None
 
 
-def decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None = None) -> Tensor:
-    """Return the pixels of a JPEG, [3, H, W] uint8.
+def _decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None) -> Tensor:
+    """Return the pixels of a JPEG, or those of `upper` at least, see `jpeg.upper`.
 
-    upper: see `jpeg.upper`; if given, lower rows may be missing. Pillow gets the whole file, so
-    that its verdict does not depend on the crop.
+    Pillow gets the whole file, so that its verdict does not depend on the crop.
     """
     if simplejpeg:
         with suppress(ValueError, KeyError):  # Pillow decodes it, or says what is wrong
@@ -197,24 +185,19 @@ def _crop(pixels: Tensor, top: int, left: int, height: int, width: int) -> Tenso
     return pixels[:, top : top + height, left : left + width]
 
 
-def _known(orientation: Any) -> int:
-    """Return an orientation, or 1 for what is none."""
-    return int(orientation) if orientation in _TURNS else 1
-
-
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation; 1 if there is none, or if it is damaged."""
     with suppress(Exception):
-        return _known(image.getexif().get(jpeg.ORIENTATION))
+        found = image.getexif().get(jpeg.ORIENTATION)
+        return int(found) if found in _TURNS else 1
     return 1
 
 
 def _turn(pixels: Tensor, orientation: int) -> Tensor:
     """Return the pixels [3, H, W] of a stored image upright."""
-    swaps, *flips = _TURNS[orientation]
+    swaps, flips = _TURNS[orientation]
     pixels = pixels.transpose(1, 2) if swaps else pixels
-    dimensions = [dimension for dimension, is_flipped in zip((1, 2), flips, strict=True) if is_flipped]
-    return pixels.flip(dimensions) if dimensions else pixels
+    return pixels.flip(flips) if flips else pixels
 
 
 def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
@@ -222,19 +205,14 @@ def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
 
     checks_range: raise BadImageError for an image of more than 8 bits whose range is not known.
     """
+    # of an image of 16 bits in colour, Pillow takes the upper 8 bits
     tiles = getattr(image, "tile", [])
-    # of such an image in colour, Pillow takes the upper 8 bits
     is_16_bit = image.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in tiles)
     image.load()
     if image.mode in _16_BIT_MODES or (image.mode == "F" and checks_range):
         grey: NDArray[np.uint8] = part("deep pixels")(image, checks_range=checks_range)
         return torch.from_numpy(grey)[None].expand(3, -1, -1)
-    pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for top in range(
-        0, image.height, _BAND
-    ):  # not all rows at once: 80 million pixels would take 240 MB twice more
-        band = image.crop((0, top, image.width, min(image.height, top + _BAND)))
-        pixels[top : top + _BAND] = np.asarray(band if band.mode == "RGB" else band.convert("RGB"))
+    pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     if checks_range and is_16_bit:
         part("check deep colours")(pixels)
     return torch.from_numpy(pixels).permute(2, 0, 1)

@@ -11,6 +11,7 @@ counts. Names are bytes, because names in a file system need not be UTF-8. No to
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,50 +81,48 @@ class Split:
             and int(self.labels.min()) >= 0
             and int(self.labels.max()) < num_classes
         )
-        return fits and self._stays_inside()
-
-    def _stays_inside(self) -> bool:
-        """Return True if no name is absolute, has a part `..` or holds a NUL."""
         names = self.names.tobytes()
-        if b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
+        if not fits or b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
             return False
-        at = names.find(b"..")  # few names hold two dots at all
-        while at >= 0:
-            i = int(np.searchsorted(self.ends, at, side="right"))
-            if b".." in self.name(i).split(b"/"):
-                return False
-            at = names.find(b"..", int(self.ends[i]))
-        return True
+        places = [
+            match.start() for match in re.finditer(rb"\.(?=\.)", names)
+        ]  # few names hold two dots at all
+        suspects = np.unique(np.searchsorted(self.ends, places, side="right"))
+        return not any(b".." in self.name(i).split(b"/") for i in suspects.tolist())
 
     def with_normal_names(self) -> "Split":
         """Return the split with names in NFC, as two systems agree on them. A pack has its own."""
         if len(self.places) or self.names.max(initial=0) < 0x80:
             return self
         names = [normal_path(self.name(i)) for i in range(len(self))]
-        ends = np.cumsum([len(name) for name in names], dtype=np.int64)
-        return replace(self, names=np.frombuffer(b"".join(names), np.uint8), ends=ends)
+        return replace(self, names=_joined(names), ends=_ends(names))
 
     @classmethod
     def from_entries(
         cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None
     ) -> "Split":
         """Return the split of (name, size, label) entries; ids follow the sorted names in NFC."""
-        entries = sorted(entries)
-        if not all(name.isascii() for name, _, _ in entries):
-            entries.sort(key=lambda entry: normal_path(entry[0]))
-        all_sums = b""
-        if sums is not None:
-            all_sums = b"".join(
-                sums.get(name, sums.get(normal_path(name), bytes(32))) for name, _, _ in entries
-            )
+        entries = sorted(sorted(entries), key=lambda entry: normal_path(entry[0]))
+        names = [name for name, _, _ in entries]
+        sums_of = (
+            [] if sums is None else [sums.get(name, sums.get(normal_path(name), bytes(32))) for name in names]
+        )
         return cls(
-            np.frombuffer(b"".join(name for name, _, _ in entries), np.uint8),
-            np.cumsum([len(name) for name, _, _ in entries], dtype=np.int64),
+            _joined(names),
+            _ends(names),
             np.array([size for _, size, _ in entries], np.int64),
             np.array([label for _, _, label in entries], np.int32),
-            np.frombuffer(all_sums, np.uint8),
+            _joined(sums_of),
             np.empty(0, np.int64),
         )
+
+
+def _joined(parts: list[bytes]) -> NDArray[np.uint8]:
+    return np.frombuffer(b"".join(parts), np.uint8)
+
+
+def _ends(names: list[bytes]) -> NDArray[np.int64]:
+    return np.cumsum([len(name) for name in names], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,8 @@ class SplitImages:
     """Images listed by a split. Subclasses read a folder, a pack, an archive or a bucket."""
 
     root: Path
-    """The folder or the archive."""
     split: Split
     upright: bool = field(default=True, kw_only=True)
-    """Images are turned as their EXIF orientation says."""
 
     def __len__(self) -> int:
         return len(self.split)
@@ -157,7 +154,7 @@ class SplitImages:
         return size
 
     def expect(self, samples: Iterable[int]) -> None:
-        """See `access.Images`. A disk needs no warning."""
+        """See `interface.Images`. A disk needs no warning."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +164,7 @@ class Index:
     train: Split
     val: Split
     classes: tuple[str, ...]
-    """Names in label order, see `access.class_of`."""
+    """Names in label order, see `names.class_of`."""
     sums: str | None = None
     """SHA-256 of the file SHA256SUMS, if there is one."""
     folders: dict[str, int] = field(default_factory=dict)
@@ -175,13 +172,13 @@ class Index:
     hold_out: HoldOut = field(default_factory=HoldOut)
     """The rule by which class folders without val/ are split."""
     upright: bool = True
-    """Images are turned as their EXIF orientation says, see `data.orientation`."""
+    """See `data.orientation`."""
     ignored: dict[str, int] = field(default_factory=dict)
     """Number of files and folders that are left out, by the reason."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the classes and names, sizes, labels, sums and places of both splits."""
+        """SHA-256 over the classes and all arrays of both splits."""
         digest = hashlib.sha256(json.dumps(self.classes).encode())
         for split in (self.train, self.val):
             for name, array in vars(split.with_normal_names()).items():
@@ -249,30 +246,23 @@ class Index:
             for dtype, count in head["arrays"]:
                 arrays.append(np.frombuffer(view, np.dtype(dtype), count, at))
                 at += arrays[-1].nbytes + (-arrays[-1].nbytes % 8)
-            classes, folders, ignored = (
-                tuple(head["classes"]),
-                dict(head["folders"]),
-                dict(head.get("ignored", {})),
+            index = cls(
+                Split(*arrays[:6]), Split(*arrays[6:]), tuple(head["classes"]), head["sums"], dict(head["folders"]),
+                # version 0.2, which wrote no such entries, split by file and turned no image
+                HoldOut(float(head["val_split"]), head.get("split_by", "file")), head.get("upright", False),
+                {reason: int(count) for reason, count in head.get("ignored", {}).items()},
+            )  # fmt: skip
+            texts = [*index.classes, *index.ignored]
+            is_valid = all(text.isprintable() for text in texts) and b"\0" not in b"".join(
+                map(os.fsencode, index.folders)
             )
-            # version 0.2, which wrote no such entries, split by file and turned no image
-            hold_out = HoldOut(float(head["val_split"]), head.get("split_by", "file"))
-            upright = head.get("upright", False)
-            is_valid = all(isinstance(name, str) and name.isprintable() for name in classes)
-            is_valid &= not any(b"\0" in os.fsencode(folder) for folder in folders)
-            is_valid &= all(
-                reason.isprintable() and isinstance(count, int) for reason, count in ignored.items()
-            )
-            is_valid &= 0 <= hold_out.share < 1 and hold_out.by in ("class", "file")
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an index: {error}") from None
-        if not is_valid:
+        if not is_valid or not 0 <= index.hold_out.share < 1 or index.hold_out.by not in ("class", "file"):
             raise ValueError("a name or a number in it is not valid")
-        return cls(
-            Split(*arrays[:6]), Split(*arrays[6:]), classes, head["sums"], folders, hold_out, upright, ignored
-        )
+        return index
 
 
 def describe_ignored(ignored: dict[str, int]) -> str:
-    """Return the number of files and folders that are left out by the reason, the largest first."""
     by_number = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
     return list_first([f"{count:,} {reason.removeprefix('extension ')}" for reason, count in by_number], 6)

@@ -1,16 +1,26 @@
-"""The interface of the loader: the images that it reads, and the settings that a batch depends on.
+"""The interface of the loader: the images that it reads, the settings a batch depends on."""
 
-`config.schema.Config` (Options) and `plan.Plan` (sizes) have the settings, with their meaning.
-Nothing else of a request reaches the loader, so a batch cannot depend on anything else.
-"""
-
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TemporaryError
+
+AugmentOptions = Any
+"""`config.sections.Augment`. The loader imports no configuration, so it can be read alone."""
+
+
+class Options(Protocol):
+    """The sections of `config.schema.Config` that a batch depends on, and no other."""
+
+    @property
+    def run(self) -> Any: ...
+    @property
+    def augment(self) -> AugmentOptions: ...
+    @property
+    def evaluate(self) -> Any: ...
 
 
 class UnreadableError(Exception):
@@ -43,82 +53,3 @@ class Images(Protocol):
 
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare to read these images next, in this order. Only a bucket looks at them."""
-
-
-class RunOptions(Protocol):
-    @property
-    def seed(self) -> int: ...
-    @property
-    def timeout(self) -> float: ...
-    @property
-    def trace(self) -> bool: ...
-
-
-class EvaluateOptions(Protocol):
-    @property
-    def batch(self) -> int: ...
-    @property
-    def size(self) -> int | None: ...
-    @property
-    def resize(self) -> int | None: ...
-
-
-class AugmentOptions(Protocol):
-    @property
-    def size(self) -> int: ...
-    @property
-    def scale(self) -> tuple[float, float]: ...
-    @property
-    def ratio(self) -> tuple[float, float]: ...
-    @property
-    def pad(self) -> int: ...
-    @property
-    def flip(self) -> float: ...
-    @property
-    def alternate_flips(self) -> bool: ...
-    @property
-    def policy(self) -> str: ...
-    @property
-    def magnitude(self) -> int: ...
-    @property
-    def erase(self) -> float: ...
-    @property
-    def mixup(self) -> float: ...
-    @property
-    def cutmix(self) -> float: ...
-
-
-class Options(Protocol):
-    @property
-    def run(self) -> RunOptions: ...
-    @property
-    def augment(self) -> AugmentOptions: ...
-    @property
-    def evaluate(self) -> EvaluateOptions: ...
-
-
-class WorkerSizes(Protocol):
-    @property
-    def workers(self) -> int: ...
-    @property
-    def prefetch(self) -> int: ...
-
-
-class Sizes(Protocol):
-    @property
-    def train_images(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def accumulate(self) -> int: ...
-    @property
-    def steps_per_epoch(self) -> int: ...
-    @property
-    def repeats(self) -> int: ...
-    @property
-    def balance(self) -> str: ...
-    def epoch_at(self, step: int) -> int: ...
-    def image_size_at(self, step: int) -> int: ...
-    def class_shares(self, counts: Sequence[int]) -> list[float]: ...

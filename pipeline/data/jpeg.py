@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
-EOI, SOS, DHT, DRI = 0xD9, 0xDA, 0xC4, 0xDD
+EOI, SOS, DHT, DRI, APP1 = 0xD9, 0xDA, 0xC4, 0xDD, 0xE1
 SEQUENTIAL = (0xC0, 0xC1)
-FRAMES = (*SEQUENTIAL, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
-APP1 = 0xE1
+_FRAMES = (*SEQUENTIAL, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 CUTS, CUTS_NAME = 0xE7, b"restarts\0"
 """A segment (APP7) that packs write, so that a reader need not search for restart markers."""
 ORIENTATION = 0x0112
@@ -19,8 +18,6 @@ _CONTEXT = 16  # rows below a crop: chroma, with one row for at most four, is in
 
 
 class Frame(NamedTuple):
-    """The parts of a JPEG's header that are needed."""
-
     height: int
     width: int
     is_sequential: bool
@@ -30,8 +27,8 @@ class Frame(NamedTuple):
     """Offset of the first entropy-coded byte."""
     cuts: tuple[int, int] | None
     """Start and end of what follows `CUTS_NAME`, see `addons.datasets.jpeg_cuts`."""
-    metadata: tuple[tuple[int, int], ...]
-    """Start and end of each segment that may hold Exif or XMP data."""
+    metadata: tuple[bytes, ...]
+    """The segments that may hold Exif or XMP data."""
 
 
 def frame(data: bytes) -> Frame | None:
@@ -41,15 +38,12 @@ def frame(data: bytes) -> Frame | None:
         if marker == CUTS and data.startswith(CUTS_NAME, start + 4):
             cuts = (start + 4 + len(CUTS_NAME), end)
         elif marker == APP1:
-            metadata.append((start + 4, end))
-        elif marker in FRAMES and end - start >= 10:
+            metadata.append(data[start + 4 : end])
+        elif marker in _FRAMES and end - start >= 10:
             height, width = struct.unpack_from(">HH", data, start + 5)
             found = Frame(height, width, marker in SEQUENTIAL, start + 5, 0, None, ())
-        elif marker == SOS:
-            is_valid = found and found.height and found.width
-            return (
-                found._replace(scan=end, cuts=cuts, metadata=tuple(metadata)) if found and is_valid else None
-            )
+        elif marker == SOS and found and found.height and found.width:
+            return found._replace(scan=end, cuts=cuts, metadata=tuple(metadata))
     return None
 
 
@@ -58,27 +52,22 @@ def header(data: bytes) -> Iterator[tuple[int, int, int]]:
 
     Stops early if the bytes are not a segment.
     """
-    at = 2
-    if data[:2] != b"\xff\xd8":
-        return
-    while at + 4 <= len(data) and data[at] == 0xFF:
+    at, marker = 2, 0
+    while data[:2] == b"\xff\xd8" and marker != SOS and at + 4 <= len(data) and data[at] == 0xFF:
         marker, end = data[at + 1], at + 2 + (data[at + 2] << 8 | data[at + 3])
         if marker < 0xC0 or 0xD0 <= marker <= EOI or marker == 0xFF or end < at + 4 or end > len(data):
             return
         yield marker, at, end
-        if marker == SOS:
-            return
         at = end
 
 
-def orientation(data: bytes, frame: Frame) -> int:
+def orientation(frame: Frame) -> int:
     """Return the EXIF orientation as it is written, or that of XMP, as Pillow does; else 1."""
-    segments = [data[start:end] for start, end in frame.metadata]
-    for segment in segments:
+    for segment in frame.metadata:
         with suppress(struct.error):  # a damaged segment
             if segment.startswith(_EXIF) and (found := _exif_orientation(segment.removeprefix(_EXIF))):
                 return found
-    return next((int(match[1]) for segment in segments if (match := _XMP.search(segment))), 1)
+    return next((int(match[1]) for segment in frame.metadata if (match := _XMP.search(segment))), 1)
 
 
 def _exif_orientation(exif: bytes) -> int | None:

@@ -30,7 +30,6 @@ def is_image(path: bytes) -> bool:
 
 
 def why_ignored(name: bytes) -> str:
-    """Return the reason for leaving out a file that has not the name of an image."""
     if is_hidden(name):
         return HIDDEN
     extension = re.fullmatch(rb".+(\.\w{1,10})", name, re.DOTALL)

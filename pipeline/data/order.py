@@ -20,14 +20,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.interface import Sizes
+from pipeline.plan import Plan
 from pipeline.randomness import derive, generator
 
 Ids = NDArray[np.int64]
 
 
 class Order:
-    def __init__(self, plan: Sizes, seed: int, labels: NDArray[np.int32] | None = None) -> None:
+    def __init__(self, plan: Plan, seed: int, labels: NDArray[np.int32] | None = None) -> None:
         """labels: [train_images], the class of each image; needed with `data.balance`."""
         self._plan, self._seed = plan, seed
         # reading ahead crosses the end of an epoch, and to draw a balanced one takes long
@@ -88,7 +88,7 @@ class Order:
 class _Classes:
     """The images of each class, to draw from."""
 
-    def __init__(self, labels: NDArray[np.int32], plan: Sizes) -> None:
+    def __init__(self, labels: NDArray[np.int32], plan: Plan) -> None:
         self._labels = labels
         self._counts = np.bincount(labels)
         self._ends = np.cumsum(plan.class_shares(self._counts.tolist()))

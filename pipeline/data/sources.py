@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.schema import Config
-from pipeline.data import access
-from pipeline.data.access import is_bucket
+from pipeline.data.access import PACK_FILE, is_bucket, open_regular, read_error
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, SplitImages
 from pipeline.data.interface import Images, UnreadableError
@@ -40,12 +39,10 @@ class FolderImages(SplitImages):
         expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
         try:
-            with open(path, "rb", buffering=0, opener=access.open_regular) as file:
+            with open(path, "rb", buffering=0, opener=open_regular) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
-            if expected == MISSING and not os.path.islink(path):
-                raise UnreadableError(error.strerror) from None
-            raise access.read_error(path, error) from None
+            raise read_error(path, error) from None
         if len(data) != expected:
             was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
             raise UnreadableError(
@@ -57,6 +54,10 @@ class FolderImages(SplitImages):
 def data_root(config: Config) -> Path:
     """Return the folder of the data; the digits have a default."""
     return Path(_place(config))
+
+
+def _place(config: Config) -> str:
+    return str(config.data.root or DIGITS_ROOT)
 
 
 def data_size(config: Config) -> DataSize:
@@ -80,17 +81,12 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     if config.data.source == "synthetic":
         source: Source = part("synthetic")(config)
         return source
-    if "://" in str(config.data.root) and not is_bucket(config.data.root):
-        raise RequestError(
-            f"data.root={config.data.root} is not a folder",
-            "copy the data to this machine and give its folder with data.root=FOLDER",
-        )
+    root = data_root(config)
     if config.data.source == "pack":
         index = open_pack(config)
     else:
-        root = data_root(config)
         ensure_digits(config)
-        if os.path.exists(root / access.PACK_FILE):
+        if os.path.exists(root / PACK_FILE):
             raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
         index = part("folder")(root, hold_out_of(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
@@ -113,7 +109,7 @@ def hold_out_of(config: Config) -> HoldOut:
 
 
 def sent_source(config: Config, index: Index) -> Source:
-    """Return the source of a process that gets the index from rank 0: it reads no index itself."""
+    """Return the source of a process that gets the index from rank 0."""
     return source_from_index(_place(config), index, config)
 
 
@@ -122,48 +118,28 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
 
     config: says how a pack in a bucket is cached.
     """
-    train: Images
-    val: Images
+    images: tuple[Images, Images]
     if is_bucket(place):
-        cache, gib = (_cache(config), config.data.cache_gib) if config else (None, 0.0)
-        train, val = part("images in a bucket")(str(place), index, cache, gib)
+        cache, gib = (_cache(config), config.data.cache_gib) if config else (None, 0)
+        images = part("images in a bucket")(str(place), index, cache, gib)
     elif len(index.train.places):
-        train, val = part("images of a pack")(Path(place), index)
+        images = part("images of a pack")(Path(place), index)
     else:
         train, val = (
             FolderImages(Path(place), split, upright=index.upright) for split in (index.train, index.val)
         )
-    return Source(index.size, index.digest, index.classes, train, val, index)
+        images = train, val
+    return Source(index.size, index.digest, index.classes, *images, index)
 
 
 def ensure_digits(config: Config) -> None:
     """Make the digits, unless they are there."""
     if _lacks_digits(config):
-        try:
-            part("digits")(data_root(config))
-        except RequestError:
-            if _lacks_digits(config):  # else another process made them at the same time
-                raise
+        part("digits")(data_root(config))
 
 
 def _lacks_digits(config: Config) -> bool:
-    """Return True if the digits are to be made. Raises RequestError if they cannot be looked up."""
-    root = data_root(config)
-    try:
-        if config.data.source == "digits":
-            root.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError as error:
-        access.raise_if_outage(root, error)
-        raise RequestError(
-            f"data.root={root} cannot be read: {error.strerror}", access.PLACE_OF_DATA
-        ) from None
-    return False
-
-
-def _place(config: Config) -> str:
-    return str(config.data.root or DIGITS_ROOT)
+    return config.data.source == "digits" and not os.path.exists(data_root(config))
 
 
 def _cache(config: Config) -> Path | None:

@@ -4,11 +4,9 @@ Promise: the same batches in the same order. Copies run on their own stream, fro
 that neither the CPU nor the kernels of the step wait for them.
 """
 
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from queue import Full, Queue
 
 import torch
 
@@ -20,36 +18,23 @@ _MOVED = ("images", "labels", "mix")
 def pinned(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the batches in pinned memory, from which a GPU reads by itself.
 
-    A thread copies them, one ahead. It raises here what `batches` raises there.
+    A thread copies them, one ahead. What `batches` raises there is raised here.
     """
-    device = torch.cuda.current_device()
-    ready: Queue[Batch | BaseException | None] = Queue(1)
-    is_closed = threading.Event()
+    device, source = torch.cuda.current_device(), iter(batches)
 
-    def put(item: Batch | BaseException | None) -> None:
-        while not is_closed.is_set():
-            with suppress(Full):
-                return ready.put(item, timeout=0.5)
+    def copy_next() -> Batch | None:
+        torch.cuda.set_device(device)  # else the thread makes a context on the first GPU
+        batch = next(source, None)
+        return batch and batch._replace(**{name: getattr(batch, name).pin_memory() for name in _MOVED})
 
-    def copy() -> None:
-        try:
-            torch.cuda.set_device(device)  # else it makes a context on the first GPU
-            for batch in batches:
-                put(batch._replace(**{name: getattr(batch, name).pin_memory() for name in _MOVED}))
-                if is_closed.is_set():
-                    return
-            put(None)
-        except BaseException as error:
-            put(error)
-
-    threading.Thread(target=copy, name="pinned", daemon=True).start()
+    thread = ThreadPoolExecutor(1, "pinned")
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        ahead = thread.submit(copy_next)
+        while batch := ahead.result():
+            ahead = thread.submit(copy_next)
+            yield batch
     finally:
-        is_closed.set()
+        thread.shutdown(wait=False)  # it may be waiting for a worker, which is killed after this
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -86,7 +71,6 @@ def _ready(batch: Batch, copied: torch.cuda.Event) -> Batch:
     current = torch.cuda.current_stream()
     current.wait_event(copied)
     for tensor in (batch.images, batch.labels, batch.mix):
-        tensor.record_stream(
-            current
-        )  # else the copying stream, which owns the memory, could reuse it too early
+        # else the copying stream, which owns the memory, could reuse it too early
+        tensor.record_stream(current)
     return batch

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torchvision
@@ -32,34 +31,25 @@ def build(options: Model, num_classes: int) -> nn.Module:
     if is_function(arch):
         builder = part("function")(arch)
     else:
-        _check_arguments(args)
+        if refused := [name for name in args if name in _NOT_AN_ARGUMENT]:
+            remedy = "weights come from model.init, classes from the data"
+            raise RequestError(f"model.args.{refused[0]} cannot be set", remedy)
         builder = part("timm")(arch) if arch.startswith("timm/") else _torchvision_builder(arch)
     try:
         model = builder(num_classes=num_classes, **args)
     except RequestError:
         raise
     except Exception as error:
-        if not args and not is_function(arch):
-            raise
         given = f" with model.args={args}" if args else ""
         problem = f"{type(error).__name__}: {one_line(error)}"
         raise RequestError(
             f"model.arch={arch} cannot be made{given} ({problem})", "correct its arguments"
         ) from error
-    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise RequestError(
             f"model.arch={arch} returns a {type(model).__name__}, not a torch.nn.Module with parameters"
         )
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
-
-
-def _check_arguments(args: dict[str, Any]) -> None:
-    """Raise RequestError for an argument that a model of torchvision or timm must not get."""
-    for name in args:
-        if name in _NOT_AN_ARGUMENT:
-            raise RequestError(
-                f"model.args.{name} cannot be set", "weights come from model.init, classes from the data"
-            )
 
 
 def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
@@ -76,5 +66,5 @@ def meta_model(options: Model, num_classes: int) -> nn.Module:
     try:
         with torch.device("meta"):
             return build(options, num_classes)
-    except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
+    except RequestError:  # RegNet computes its widths with tensors
         return build(options, num_classes).to("meta")

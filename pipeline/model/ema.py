@@ -28,13 +28,13 @@ def update_ema(ema: nn.Module, model: nn.Module, step: int, decay: float) -> Non
     weight = 1 - min(decay, (1 + step) / (10 + step))
     latest = model.state_dict()
     # torch._foreach takes plain tensors or FSDP's sharded ones, not both in one call.
-    floats: dict[type, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    counters: tuple[list[Tensor], list[Tensor]] = [], []
+    pairs: dict[tuple[type, bool], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     for name, tensor in ema.state_dict().items():
-        averages, values = floats[type(tensor)] if tensor.is_floating_point() else counters
+        averages, values = pairs[type(tensor), tensor.is_floating_point()]
         averages.append(tensor)
         values.append(latest[name])
-    for averages, values in floats.values():
-        torch._foreach_lerp_(averages, values, weight)
-    if counters[0]:
-        torch._foreach_copy_(*counters)
+    for (_, is_average), (averages, values) in pairs.items():
+        if is_average:
+            torch._foreach_lerp_(averages, values, weight)
+        else:
+            torch._foreach_copy_(averages, values)

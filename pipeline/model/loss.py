@@ -24,9 +24,8 @@ class Targets:
 def classification_loss(logits: Tensor, targets: Targets, options: TrainSettings) -> Tensor:
     """Return the mean loss of a pass, as a tensor of shape []. logits: [B, classes].
 
-    The loss of a mixed image is the weighted mean of its loss against its own label and its loss
-    against its partner's label. Both kinds of loss are linear in the target, so this equals the
-    loss against the mixed target.
+    Both kinds of loss are linear in the target, so the weighted mean of an image's losses against
+    its own and its partner's label is its loss against the mixed target.
     """
     loss = _loss_per_image(logits, targets.labels, options)
     if targets.partners is not None and targets.own_share is not None:

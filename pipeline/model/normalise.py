@@ -9,10 +9,7 @@ STD = (58.395, 57.12, 57.375)
 
 
 class Normalise:
-    """Conversion of uint8 pixels to the model's input.
-
-    It runs on the device, so that images are transferred as bytes and not as floats.
-    """
+    """Runs on the device, so that images are transferred as bytes and not as floats."""
 
     def __init__(self, device: torch.device, *, channels_last: bool) -> None:
         self._device = device

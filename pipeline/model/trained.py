@@ -25,9 +25,8 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
     try:
         load_weights(model, eval_weights(contents))
     except (RuntimeError, ValueError) as error:
-        raise StorageError(
-            f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes,"
-            f" as its configuration says ({one_line(error, 120)} …)",
-            "use another checkpoint",
-        ) from None
+        problem = (
+            f"the weights of the checkpoint are not those of a {options.arch} ({one_line(error, 120)} …)"
+        )
+        raise StorageError(problem, "use another checkpoint") from None
     return model

@@ -38,11 +38,10 @@ def digest_and_checksums(weights: dict[str, Tensor]) -> tuple[str, str]:
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], *, strict: bool = True) -> None:
-    """Load a state dict into a model.
+    """Load a state dict. Raises RuntimeError or ValueError if it does not fit the model.
 
     A module whose version it does not state wrote it in its own version: copies, safetensors and
-    checkpoints of version 0.2 state none. Raises RuntimeError or ValueError if the weights do not
-    fit.
+    checkpoints of version 0.2 state none.
     """
     versions = getattr(model.state_dict(), "_metadata", {})
     stated = getattr(weights, "_metadata", None)

@@ -212,8 +212,7 @@ class Walk:
             yield
         except OSError as error:
             path = error.filename or self._root  # an error in the middle of a listing names no file
-            if access.is_outage(error):
-                raise access.outage_error(path, error) from None
+            access.raise_if_outage(path, error)
             name = names.printable_name(os.fsencode(path))
             problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
             raise RequestError(problem, access.PLACE_OF_DATA) from None
