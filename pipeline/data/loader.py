@@ -149,7 +149,8 @@ class EvalBatches(_Batches):
     """Batches of the validation images in index order, the same at any world size."""
 
     def __len__(self) -> int:
-        return math.ceil(len(self.images) / self.config.evaluate.batch)
+        batch: int = self.config.evaluate.batch
+        return math.ceil(len(self.images) / batch)
 
     def _keys(self, position: int) -> list[SampleKey]:
         start, count = position * self.config.evaluate.batch, self.config.evaluate.batch

@@ -66,10 +66,10 @@ def worker_batches(
         # each worker has a pipe of its own, so a slow batch of one does not mix up the order
         yield (_receive(pipes[i % count]) for i in range(len(positions)))
     finally:
-        for process in processes:
-            process.kill()  # they ignore other signals, and hold nothing that would have to be written
-        for process in processes:
-            process.join()
+        for worker in processes:
+            worker.kill()  # they ignore other signals, and hold nothing that would have to be written
+        for worker in processes:
+            worker.join()
 
 
 def _receive(pipe: Connection) -> Batch:
