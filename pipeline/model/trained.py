@@ -25,8 +25,7 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
     try:
         load_weights(model, eval_weights(contents))
     except (RuntimeError, ValueError) as error:
-        problem = (
-            f"the weights of the checkpoint are not those of a {options.arch} ({one_line(error, 120)} …)"
-        )
+        expected = f"a {options.arch} with {len(contents['classes'])} classes ({one_line(error, 120)} …)"
+        problem = f"the weights of the checkpoint are not those of {expected}"
         raise StorageError(problem, "use another checkpoint") from None
     return model
