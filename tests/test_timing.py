@@ -130,7 +130,7 @@ def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
     assert sum(first.values()) + sum(second.values()) == pytest.approx(wall, rel=0.01)
     expected: Seconds = {"data": 0.1, "copy": 0.1, "communication": 0.15}
     for entry, seconds in expected.items():
-        assert second[entry] == pytest.approx(seconds, abs=0.04)
+        assert second[entry] >= seconds, "with the sum, a moment in a wrong entry would be missing here"
 
 
 @pytest.mark.parametrize(
