@@ -8,7 +8,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 _PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names and process ids
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk without room."""
+_MAX_JSON_DEPTH = 100  # several times that of any file of ours
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
@@ -90,14 +91,22 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text that others may have written.
 
-    Raises ValueError if it is not JSON, or so deeply nested that printing it would fail.
+    Raises ValueError if it is not JSON, or so deeply nested that printing it could fail.
     """
     try:
         value = json.loads(text)
-        json.dumps(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return value
+    level = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        level = [child for parent in level if isinstance(parent, dict | list) for child in _children(parent)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _children(parent: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return parent.values() if isinstance(parent, dict) else parent
 
 
 def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:
