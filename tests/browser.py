@@ -112,10 +112,6 @@ class Browser:
         self._call("Page.navigate", url=url)
         self._wait_for("location.protocol !== 'about:' && document.readyState === 'complete'")
 
-    def prefer(self, scheme: str) -> None:
-        """Show pages as on a device that prefers the colour scheme `light` or `dark`."""
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-
     def _wait_for(self, condition: str) -> None:
         end = time.monotonic() + _TIMEOUT_S
         while not self.evaluate(condition):

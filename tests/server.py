@@ -11,30 +11,39 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Self
 
 import mlflow
-from harness import Job, environment, free_port, read_rows
+import pytest
+from harness import SMALL, Job, environment, free_port, read_rows
 from mlflow.entities import LoggedModel, Run
 
-_WORDS = (
-    "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.threads=1", "data.workers=0",
-    "train.max_steps=8", "evaluate.every=4 steps", "track.every=2 steps", "track.uri=none",
-)  # fmt: skip
+
+def tracked_job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
+    """Return a small training of the digits that may have a tracker."""
+    small = [word for word in SMALL if not word.startswith("track.uri")]
+    words = ["digits", f"data.root={digits}", *small, "data.workers=0", *more]
+    return Job(folder, words, nproc=nproc, env=env)
 
 
-def train(folder: Path, digits: Path, *more: str) -> Job:
-    """Return a finished run whose journal has everything, and which no server has."""
-    job = Job(folder, ["digits", f"data.root={digits}", *_WORDS, *more])
-    result = job.run()
-    assert result.code == 0, result.err
-    return job
+@contextlib.contextmanager
+def give_up_quickly() -> Iterator[None]:
+    """Let the MLflow client of this process give up quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        yield
 
 
 class Server:
-    """A real MLflow server that can be killed and restarted on the same port and database."""
+    """A real MLflow server that can be killed and restarted on the same port and database.
+
+    As a context manager it is ready inside.
+    """
 
     def __init__(self, folder: Path, *more: str, python: str = sys.executable, **env: str) -> None:
         """more: arguments, in place of files on its disk. python: that of another environment."""
@@ -72,18 +81,22 @@ class Server:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def __enter__(self) -> Self:
+        self.start().wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def run_of(self, job: Job) -> Run:
         """Return the MLflow run of a training; fail if there is not exactly one."""
-        found = self.runs(job)
-        assert len(found) == 1, found
-        return found[0]
+        (found,) = self.runs(job)
+        return found
 
     def runs(self, job: Job) -> list[Run]:
-        tag = next(
-            (row["run"] for row in read_rows(job.folder / "journal.jsonl") if "run" in row), "none yet"
-        )
+        tags = [row["run"] for row in read_rows(job.folder / "journal.jsonl") if "run" in row]
         experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
-        return list(self.client.search_runs(experiments, f"tags.`pipeline.run` = '{tag}'"))
+        return list(self.client.search_runs(experiments, f"tags.`pipeline.run` = '{[*tags, 'none'][0]}'"))
 
     def models(self, job: Job) -> list[LoggedModel]:
         """Return the models that a training has logged."""
@@ -93,15 +106,12 @@ class Server:
     def check_points(self, job: Job) -> None:
         """Fail unless the server has each metric of the journal exactly once."""
         rows = [row for row in read_rows(job.folder / "journal.jsonl") if "metrics" in row]
-        points = [
-            (row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()
-        ]
+        points = [(row["step"], *item, row["time"]) for row in rows for item in row["metrics"].items()]
         assert self.points(self.run_of(job)) == sorted(points)
 
     def last_step(self, job: Job) -> int:
-        return max(
-            point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss")
-        )
+        points = self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss")
+        return max(point.step for point in points)
 
     def points(self, run: Run) -> list[tuple[int, str, float, int]]:
         """Return (step, key, value, timestamp) of all metrics of a run, sorted."""

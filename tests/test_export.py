@@ -13,6 +13,8 @@ from pipeline.config.load import from_yaml
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 
+FORMATS = ("torch.export", "onnx", "safetensors")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
@@ -22,48 +24,42 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("form", ["torch.export", "onnx", "safetensors"])
-def test_an_exported_model_makes_the_same_predictions(run: Path, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_exported_model_makes_the_same_predictions(
+    run: Path, tmp_path: Path, small_disk: Path, form: str
+) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "ordinary").touch()
     result = quick("export", str(run), "--to", form, "--out", str(tmp_path / "link"))
     assert result.code == 0, result.err
-    found = re.fullmatch(
-        r"(\S+): the model of step 1; on 8 validation images, .* more than (\S+)\n", result.out
-    )
+    found = re.fullmatch(r"(\S+): .* step 1; on 8 validation images, .* more than (\S+)\n", result.out)
     assert found, result.out
     assert float(found[2]) <= 1e-4
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "target").stat().st_mode == (tmp_path / "ordinary").stat().st_mode, "that of the umask"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
+    full = quick("export", str(run), "--to", form, "--out", str(small_disk / "model"))
+    assert full.code == 4
+    assert full.error == f"{small_disk / 'model'} cannot be written: No space left on device"
+    assert list(small_disk.iterdir()) == []
+
 
 def test_only_a_regular_file_is_written_by_default_in_the_folder_of_the_run(
     run: Path, tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "null").symlink_to("/dev/null")
-    for name in ("pipe", "null"):
-        result = quick("export", str(run), "--to", "safetensors", "--out", str(tmp_path / name))
-        assert result.code == 2
-        assert f"--out {tmp_path / name} cannot be written: it is not a regular file" in result.error
+    result = quick("export", str(run), "--to", "safetensors", "--out", str(tmp_path / "pipe"))
+    assert result.code == 2
+    assert f"--out {tmp_path / 'pipe'} cannot be written: " in result.error
     assert quick("export", str(run), "--to", "safetensors").code == 0
     assert (run / "export/step-00000001.safetensors").is_file()
 
 
-@pytest.mark.parametrize("form", ["torch.export", "onnx", "safetensors"])
-def test_a_full_disk_is_one_line(run: Path, small_disk: Path, form: str) -> None:
-    result = quick("export", str(run), "--to", form, "--out", str(small_disk / "model"))
-    assert result.code == 4
-    assert result.error == f"{small_disk / 'model'} cannot be written: No space left on device"
-    assert list(small_disk.iterdir()) == []
-
-
 def test_a_missing_library_is_named(run: Path, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['onnxscript'] = None\n")
-    result = pipeline(
-        "export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"), PYTHONPATH=str(tmp_path)
-    )
+    words = ("export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"))
+    result = pipeline(*words, PYTHONPATH=str(tmp_path))
     assert result.code == 2
     assert result.error.endswith("pip install onnxscript")
     assert not (tmp_path / "out").exists()
@@ -76,15 +72,8 @@ def test_a_model_whose_logits_are_not_finite_is_not_exported(run: Path, tmp_path
     save_checkpoint(tmp_path / "broken", contents, 1)
     result = quick("export", str(tmp_path / "broken"), "--to", "torch.export")
     assert result.code == 3, result.err
-    assert re.search(r"/broken/checkpoints/step-\S+ are not finite on 8 validation images", result.error)
+    assert "are not finite on 8 validation images" in result.error
     assert not (tmp_path / "broken/export").exists()
-
-
-@pytest.mark.full
-def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
-    result = quick("export", str(tmp_path), "--to", "torch.export")
-    assert result.code == 4
-    assert "holds no checkpoint" in result.error
 
 
 def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(

@@ -70,7 +70,6 @@ def test_a_file_that_a_command_writes_follows_links_and_replaces_no_pipe(
     monkeypatch.chdir(place.path)
     commands = {
         "images/SHA256SUMS": ("data", "check", "images", "--write-sums"),
-        "sheet.png": ("predict", "runs/done", "images/val", "--sheet", "sheet.png"),
         "k8s/00-namespace.yaml": ("k8s", "render", "digits", "--image", "x", "--out", "k8s"),
     }
     Path("k8s").mkdir()
@@ -101,7 +100,6 @@ def test_a_full_disk_is_one_line(place: Place, small_disk: Path, monkeypatch: py
     monkeypatch.chdir(place.path)
     (small_disk / "filler").write_bytes(bytes(60 << 10))
     for command in (
-        ("predict", "runs/done", "images/val", "--sheet", f"{small_disk}/sheet.png"),
         ("k8s", "render", "digits", "--image", "x", "--out", str(small_disk)),
         ("data", "pack", "images", f"{small_disk}/pack"), ("data", "make", "digits", f"{small_disk}/digits"),
     ):  # fmt: skip

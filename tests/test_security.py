@@ -8,12 +8,10 @@ import importlib.util
 import io
 import json
 import os
-import resource
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -303,35 +301,6 @@ def test_a_registry_cannot_send_a_client_to_another_host(
                 assert line.startswith("pipeline: ")
                 assert "secret" not in line
     assert seen == []
-
-
-def test_a_registry_cannot_send_more_than_the_limit_of_a_file(
-    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sent, largest = [0], [0]
-
-    def answer(path: str) -> Iterator[bytes]:
-        if not path.partition("?")[0].endswith("/MLmodel"):
-            files = [{"path": "MLmodel", "is_dir": False, "file_size": "10"}]
-            yield json.dumps({"artifact_uri": "mlflow-artifacts:/m", "files": files}).encode()
-            return
-        while sent[0] < 64 << 20:
-            yield bytes(1 << 20)
-            sent[0] += 1 << 20
-            sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
-            largest[0] = max(largest[0], sum(sizes))
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with foreign_server(answer=answer) as (uri, _):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        assert main(["predict", "models:/x/1", str(digits / "val" / "3")]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
-    assert "has no MLmodel that this pipeline wrote (a file of at most 4,194,304 bytes)" in line
-    assert 0 < largest[0] <= (4 << 20) + 1
-    assert sent[0] < 64 << 20
-    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_best_takes_the_best_checkpoint_in_place_of_the_last(
     assert f"the model of step {row['step']};" in capsys.readouterr().out
 
     for target in (str(best), "models:/digits@best"):
-        assert "--best needs a run's folder" in refused(capsys, "evaluate", target, "--best")
+        assert "--best cannot read" in refused(capsys, "evaluate", target, "--best")
     assert "cannot read" in refused(capsys, "export", str(tmp_path), "--best", "--to", "onnx")
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
     assert "has no best checkpoint" in refused(capsys, "predict", str(tmp_path), "--best", str(tmp_path))

@@ -82,7 +82,7 @@ doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
 predict runs/done photos nosuch.jpg | nosuch.jpg
-predict runs/done photos --sheet=out.jpg | --sheet out.jpg
+predict runs/done photos --sheet out.png | --sheet
 export runs/done --to=onnx --out=nosuch/model.onnx | nosuch
 verify photos | photos
 sync nosuch | nosuch

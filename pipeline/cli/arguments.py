@@ -23,6 +23,7 @@ REPLACED: dict[str, str] = {
     "--gang": f"{_LINKS}; in place of the one of k8s render, give --queue NAME (Kueue)",
     "--topology": _KUSTOMIZE,
     "--priority-class": _KUSTOMIZE,
+    "--sheet": "the page of 'pipeline report' shows the most confident mistakes",
     "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",
     "runs": "MLflow lists the runs, see 'make ui'; 'pipeline report RUN_DIR' writes the page of one",
 }

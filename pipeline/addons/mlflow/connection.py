@@ -4,26 +4,19 @@ A password in the tracking URI reaches mlflow through the environment, never in 
 that no message, file or tag of mlflow can contain it.
 """
 
-import contextlib
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from pipeline.config.credentials import split_credentials, without_password
 from pipeline.errors import RequestError, RunError, one_line
 
-if TYPE_CHECKING:
-    from requests import Response
-
 REQUEST_TIMEOUT_S = 5  # while training runs: the end of a run has time for two such requests
 FILE_TIMEOUT_S = 60  # a server may pass a file on to slower storage before it answers
 TIMEOUT_VARIABLE = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it at each request
-ARTIFACTS = "mlartifacts"
-"""Name of the folder of files beside a local database."""
 LOCAL_SCHEMES = ("", "file")
 SCHEMES = (*LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs")
 """Places of files that are allowed.
@@ -42,20 +35,23 @@ def split_uri(uri: str) -> tuple[str, dict[str, str]]:
 
 def protect_credentials() -> None:
     """Have mlflow send no credentials to a host that is not the one that the user has named."""
-    os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] = (
-        "false"  # mlflow's default repeats a request at any other host
-    )
+    # mlflow's default repeats a request at any other host
+    os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] = "false"
     certificate = "MLFLOW_TRACKING_SERVER_CERT_PATH"
     if not os.environ.get(certificate):  # if empty, mlflow would accept any certificate
         os.environ.pop(certificate, None)
 
 
-def configure(uri: str, timeout_s: int) -> str:
+def set_timeout(seconds: int) -> None:
+    """Let each request take up to `seconds` from now on."""
+    os.environ[TIMEOUT_VARIABLE] = str(seconds)
+
+
+def configure(uri: str) -> str:
     """Set the variables that mlflow reads, and return the URI without user and password."""
     address, credentials = split_uri(uri)
     protect_credentials()
     os.environ |= credentials | {
-        TIMEOUT_VARIABLE: str(timeout_s),
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
         "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # an error of a thread of mlflow's would be lost
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -65,18 +61,7 @@ def configure(uri: str, timeout_s: int) -> str:
     return address
 
 
-@contextlib.contextmanager
-def request_timeout(seconds: int) -> Iterator[None]:
-    """Let each request in this block take up to `seconds`."""
-    before = os.environ[TIMEOUT_VARIABLE]
-    os.environ[TIMEOUT_VARIABLE] = str(seconds)
-    try:
-        yield
-    finally:
-        os.environ[TIMEOUT_VARIABLE] = before
-
-
-def request(uri: str, endpoint: str, method: str = "GET", body: bytes | None = None) -> "Response":
+def request(uri: str, endpoint: str, method: str = "GET", body: bytes | None = None) -> Any:
     """Return the server's answer to a request with mlflow's own credentials and TLS settings."""
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
@@ -86,10 +71,9 @@ def request(uri: str, endpoint: str, method: str = "GET", body: bytes | None = N
     server = get_default_host_creds(address)
     if credentials:
         server.username, server.password = credentials.values()
-    answer: Response = http_request(
+    return http_request(
         server, f"/{endpoint}", method, max_retries=0, timeout=10, raise_on_status=False, data=body
     )
-    return answer
 
 
 def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:
@@ -97,21 +81,16 @@ def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:
     from mlflow.utils.credentials import get_default_host_creds
 
     store, server = urlsplit(artifact_uri), urlsplit(tracking_uri)
-    shown = (
-        f"MLflow at {without_password(tracking_uri)} keeps these files at {without_password(artifact_uri)}"
-    )
+    shown = f"MLflow keeps these files at {without_password(artifact_uri)}"
     allowed = (*SCHEMES, "http", "https", "dbfs")  # dbfs: at the host of the user's own Databricks profile
     if store.scheme not in allowed:
         raise RequestError(f"{shown}: use an experiment whose files are at one of {', '.join(allowed[1:])}")
     if store.scheme not in ("http", "https", "mlflow-artifacts"):
         return
-    target = store
-    if (
-        store.scheme == "mlflow-artifacts"
-    ):  # mlflow takes the scheme, and a host that is not named, from the server
-        target = store._replace(scheme=server.scheme, netloc=store.netloc or server.netloc)
+    if store.scheme == "mlflow-artifacts":  # mlflow takes the scheme, and a missing host, from the server
+        store = store._replace(scheme=server.scheme, netloc=store.netloc or server.netloc)
     credentials = get_default_host_creds(artifact_uri)
-    if _origin(target) != _origin(server) and (credentials.password or credentials.token or credentials.auth):
+    if _origin(store) != _origin(server) and (credentials.password or credentials.token or credentials.auth):
         remedy = "use an experiment or a model whose files are on the server itself"
         raise RequestError(f"{shown}, another host, which would be sent your password", remedy)
 
@@ -122,11 +101,6 @@ def _origin(address: SplitResult) -> tuple[str, str]:
     return address.scheme, address.netloc.lower().removesuffix(port)
 
 
-def not_installed(error: ModuleNotFoundError) -> RequestError:
-    problem = f"tracking needs a Python package that is not installed ({error.name})"
-    return RequestError(problem, "pip install mlflow, or set track.uri=none")
-
-
 def root_cause(error: BaseException) -> str:
     """Return a chain's first error as one line, without credentials.
 
@@ -134,9 +108,8 @@ def root_cause(error: BaseException) -> str:
     """
     while error.__context__ is not None:
         error = error.__context__
-    text = re.sub(r"(header value:|Bearer|Basic) .*", r"\1 …", without_password(str(error)), flags=re.DOTALL)
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN", "").strip():
-        text = text.replace(token, "…")
+    # a token with a line break is in the error about that header
+    text = re.sub(r"(Bearer|Basic) .*", r"\1 …", without_password(str(error)), flags=re.DOTALL)
     return one_line(text, 1000 if isinstance(error, RunError) else 300) or type(error).__name__
 
 

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from pipeline.errors import StorageError, one_line
 
-MAX_BYTES = 4 << 30
-"""More than torchvision's largest model needs: 645 million weights of 4 bytes, and the program."""
 _TABLE = "data/weights/model_weights_config.json"
-_MAX_TABLE_BYTES = 16 << 20
 # torch._export.serde.schema.ScalarType, for the types that a model's state has
 _DTYPE_CODES = {torch.float32: 7, torch.int64: 5}
 
@@ -32,21 +29,17 @@ def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[s
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            (table,) = (entry for entry in archive.infolist() if entry.filename.endswith("/" + _TABLE))
-            folder = table.filename.rpartition("/")[0]
-            rows = json.loads(_read_member(archive, table.filename, _MAX_TABLE_BYTES))["config"]
-            model_rows = {
-                name.removeprefix(prefix): row for name, row in rows.items() if name.startswith(prefix)
-            }
-            different = model_rows.keys() ^ expected.keys()
-            if different:
-                raise ValueError(f"{len(different)} tensors are missing or unexpected")
+            (table,) = (name for name in archive.namelist() if name.endswith("/" + _TABLE))
+            folder = table.rpartition("/")[0]
+            rows = json.loads(archive.read(table))["config"]
+            if {name for name in rows if name.startswith(prefix)} != {prefix + name for name in expected}:
+                raise ValueError("tensors are missing or unexpected")
             return {
-                name: _read_tensor(archive, folder, model_rows[name], like) for name, like in expected.items()
+                name: _read_tensor(archive, folder, rows[prefix + name], like)
+                for name, like in expected.items()
             }
-    except (
-        Exception
-    ) as error:  # zipfile, json and torch raise a dozen kinds for what is not an archive of a program
+    # zipfile, json and torch raise a dozen kinds for what is not an archive of a program
+    except Exception as error:
         why = one_line(error) or type(error).__name__
         raise StorageError(
             f"{path.name} does not hold the weights of the model that its MLmodel describes ({why})"
@@ -56,23 +49,14 @@ def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[s
 def _read_tensor(archive: zipfile.ZipFile, folder: str, row: dict[str, Any], like: Tensor) -> Tensor:
     meta, name = row["tensor_meta"], str(row["path_name"])
     shape, strides = ([int(length["as_int"]) for length in meta[key]] for key in ("sizes", "strides"))
-    if row["use_pickle"] is not False:
-        raise ValueError(f"{name} is pickled")
-    if tuple(shape) != like.shape or meta["dtype"] != _DTYPE_CODES.get(like.dtype):
-        raise ValueError(f"{name} has another shape or type")
+    is_expected = tuple(shape) == like.shape and meta["dtype"] == _DTYPE_CODES.get(like.dtype)
+    if row["use_pickle"] is not False or not is_expected:
+        raise ValueError(f"{name} is pickled, or has another shape or type")
     if not like.numel():
         return torch.empty(shape, dtype=like.dtype)
-    data = bytearray(_read_member(archive, f"{folder}/{name}", like.numel() * like.itemsize))
-    flat = torch.frombuffer(data, dtype=like.dtype)
-    return flat.as_strided(shape, strides, int(meta["storage_offset"]["as_int"]))  # torch checks the bounds
-
-
-def _read_member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
-    """Return the bytes of a member.
-
-    Raises ValueError if it is compressed, since it could then unpack to more bytes than it states.
-    """
-    entry = archive.getinfo(name)
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > limit:
+    # a compressed one could unpack to more bytes than it states
+    entry = archive.getinfo(f"{folder}/{name}")
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > like.numel() * like.itemsize:
         raise ValueError(f"{name} is compressed or too large")
-    return archive.read(entry)
+    flat = torch.frombuffer(bytearray(archive.read(entry)), dtype=like.dtype)
+    return flat.as_strided(shape, strides, int(meta["storage_offset"]["as_int"]))  # torch checks the bounds

@@ -8,8 +8,8 @@ from pipeline.addons.mlflow.connection import (
     FILE_TIMEOUT_S,
     check_artifact_host,
     log,
-    request_timeout,
     root_cause,
+    set_timeout,
 )
 from pipeline.addons.mlflow.run import MlflowRun
 from pipeline.addons.models.trust import check_is_trusted
@@ -30,26 +30,23 @@ def send_model(run: MlflowRun) -> None:
     from mlflow.entities import LoggedModelStatus
 
     best = last_event(run.folder.journal, "ended")["best"]
-    found = None
+    model_id = None
     for model in run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
-        if model.tags.get(_STEP_TAG) == str(best["step"]):
-            found = model
-        elif _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY:
-            run.client.delete_logged_model(model.model_id)  # of a result that a later start has replaced
-    if found is None or found.status != LoggedModelStatus.READY:
+        if _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY:
+            run.client.delete_logged_model(model.model_id)  # its sender was killed
+        elif model.tags.get(_STEP_TAG) == str(best["step"]):
+            model_id = model.model_id
+    if model_id is None:
         check_is_trusted(run.config.model.arch)
-        found = _upload(run, run.folder.checkpoints / best["file"], best["step"], found)
-    if found and run.config.track.register_:
-        _register(run, run.config.track.register_, found.model_id)
+        model_id = _upload(run, run.folder.checkpoints / best["file"], best["step"])
+    if model_id and run.config.track.register_:
+        _register(run, run.config.track.register_, model_id)
 
 
-def _upload(run: MlflowRun, checkpoint: Path, step: int, found: Any | None) -> Any | None:
-    """Return the model once the server has it, or None if it cannot be exported.
-
-    found: a model that is there already, unfinished: a sender was killed while it sent it.
-    """
+def _upload(run: MlflowRun, checkpoint: Path, step: int) -> str | None:
+    """Return the id of the model once the server has it, or None if it cannot be exported."""
     import mlflow
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
     from pipeline.record.checkpoint import decode
     from pipeline.record.checkpoint_files import read_verified
 
@@ -63,38 +60,27 @@ def _upload(run: MlflowRun, checkpoint: Path, step: int, found: Any | None) -> A
         except Exception as error:
             log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
             return None
-        model = found or run.client.create_logged_model(
-            run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)}
-        )
+        tags = {_STEP_TAG: str(step)}
+        model = run.client.create_logged_model(run.experiment_id, "model", run.run_id, tags)
+        check_artifact_host(model.artifact_location, mlflow.get_tracking_uri())
         description.run_id, description.model_id = run.run_id, model.model_id
         description.artifact_path = model.artifact_location
         description.save(exported / "MLmodel")
-        check_artifact_host(model.artifact_location, mlflow.get_tracking_uri())
         size = sum(path.stat().st_size for path in exported.rglob("*"))
-        with request_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S):
-            get_artifact_repository(model.artifact_location).log_artifacts(str(exported))
-    _finish(run, model.model_id, step)
-    return model
-
-
-def _finish(run: MlflowRun, model_id: str, step: int) -> None:
-    """Give a model its metrics, name it as the run's output, and mark it as complete."""
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
-
+        set_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S)
+        run.client.log_model_artifacts(model.model_id, str(exported))
     metrics = {
-        key: Metric(key, value, row["time"], step, model_id=model_id)
+        key: Metric(key, value, row["time"], step, model_id=model.model_id)
         for row, _ in read(run.folder.journal)
         if row.get("step") == step
         for key, value in row.get("metrics", {}).items()
         if key.startswith("val/")
     }
-    run.client.log_batch(
-        run.run_id, metrics=[*metrics.values()]
-    )  # the run has them already: these name the model
-    outputs = run.client.get_run(run.run_id).outputs
-    if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
-        run.client.log_outputs(run.run_id, [LoggedModelOutput(model_id, step)])
-    run.client.finalize_logged_model(model_id, LoggedModelStatus.READY)
+    # the run has these metrics already: they are given to the model
+    run.client.log_batch(run.run_id, metrics=[*metrics.values()])
+    run.client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
+    run.client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+    return str(model.model_id)
 
 
 def export_model(contents: dict[str, Any], config: Config, destination: Path) -> Any:

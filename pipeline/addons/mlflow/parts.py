@@ -1,8 +1,9 @@
-"""The parts of a run other than its metrics, status, figures and model.
+"""The parts of a run other than its metrics, status and model.
 
 Promise: each may be sent any number of times, and is there once.
 """
 
+import io
 import json
 import socket
 import time
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.addons.mlflow import connection
-from pipeline.addons.mlflow.run import MlflowRun, find_run
+from pipeline.addons.mlflow.run import MlflowRun, file_sizes, find_run
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
 from pipeline.addons.ops.receipt import make_receipt, receipt_text
+from pipeline.addons.report.evaluations import saved_evaluations, step_of_evaluation
+from pipeline.addons.report.figures import EVALUATION_FIGURES, draw_evaluation
 from pipeline.addons.report.page import FILE_NAME, render_page
 from pipeline.addons.report.summary import describe_run
 from pipeline.config.credentials import without_password
@@ -22,7 +25,7 @@ from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events, run_id
 
-_DESCRIPTION, _CONTINUED = "mlflow.note.content", "continued by"
+_CONTINUED = "continued by"
 _PARENT, _PARENT_TAG = "mlflow.parentRunId", "pipeline.parent"
 
 
@@ -53,48 +56,40 @@ def send_tags(run: MlflowRun) -> None:
 
 def send_parent(run: MlflowRun) -> None:
     """Put the run below the one that groups the runs with the same `track.parent`."""
-    if run.config.track.parent and _PARENT not in run.client.get_run(run.run_id).data.tags:
-        run.client.set_tag(run.run_id, _PARENT, _parent_id(run, run.config.track.parent))
-
-
-def _parent_id(run: MlflowRun, name: str) -> str:
-    """Return the id of the run that groups others under `name`: the oldest, or a new one."""
+    name = run.config.track.parent
+    if not name or _PARENT in run.client.get_run(run.run_id).data.tags:
+        return
 
     def oldest() -> Any | None:
-        query = f"tags.`{_PARENT_TAG}` = '{name}'"
-        return next(
-            iter(run.client.search_runs([run.experiment_id], query, order_by=["attributes.start_time"])), None
-        )
+        query, order = f"tags.`{_PARENT_TAG}` = '{name}'", ["attributes.start_time"]
+        return next(iter(run.client.search_runs([run.experiment_id], query, order_by=order)), None)
 
-    found = oldest()
-    if found is None:
+    parent = oldest()
+    if parent is None:
         created = run.client.create_run(run.experiment_id, tags={_PARENT_TAG: name}, run_name=name)
         run.client.set_terminated(created.info.run_id)
-        found = oldest() or created
-        if found.info.run_id != created.info.run_id:  # another child has created it at the same moment
+        parent = oldest() or created
+        if parent.info.run_id != created.info.run_id:  # another child has created it at the same moment
             run.client.delete_run(created.info.run_id)
-    return str(found.info.run_id)
+    run.client.set_tag(run.run_id, _PARENT, parent.info.run_id)
 
 
 def send_description(run: MlflowRun) -> None:
     """Send the description that the UI shows above the run."""
-    run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(run.folder, run.config))
+    run.client.set_tag(run.run_id, "mlflow.note.content", describe_run(run.folder, run.config))
 
 
-def send_links(run: MlflowRun) -> bool:
-    """Name the run that this one continues, and this one there; return False if it is not there."""
+def send_links(run: MlflowRun) -> None:
+    """Name the run that this one continues, and this one there, if the server has that run."""
     starts = events(run.folder.journal, "started")
     origin = next((start["tags"]["continues"] for start in starts if "continues" in start["tags"]), None)
-    if origin is None:
-        return True
-    before = find_run(run.client, origin)
+    before = find_run(run.client, origin) if origin else None
     if before is None:
-        return False
+        return
     run.client.set_tag(run.run_id, "continues", _name(before))
     ours, others = _name(run.client.get_run(run.run_id)), before.data.tags.get(_CONTINUED, "")
     if ours not in others:
         run.client.set_tag(before.info.run_id, _CONTINUED, f"{others}, {ours}".removeprefix(", "))
-    return True
 
 
 def _name(run: Any) -> str:
@@ -106,15 +101,13 @@ def send_inputs(run: MlflowRun) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    digest = make_receipt(run.folder)["data"]
+    digest = make_receipt(run.folder)["data"][:36]  # MLflow takes 36 characters
     options = run.config.data
     source = json.dumps({"source": options.source, "root": options.root})
     plan = parse_json(run.folder.plan.read_text(encoding="utf-8"))
     profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
     name = Path(options.root or options.source).name or options.source
-    dataset = Dataset(
-        name, digest[:36], options.source, source, profile=profile
-    )  # MLflow takes 36 characters
+    dataset = Dataset(name, digest, options.source, source, profile=profile)
     inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
     try:
         run.client.log_inputs(run.run_id, inputs)
@@ -135,6 +128,24 @@ def send_files(run: MlflowRun) -> None:
         run.client.log_text(run.run_id, render_page(run.folder), f"{run.folder.report.name}/{FILE_NAME}")
 
 
+def send_figures(run: MlflowRun) -> None:
+    """Draw and send the figures of the run's evaluations, unless the server has them."""
+    from PIL import Image
+
+    sent = file_sizes(run.artifact_uri, "images")
+    for evaluation in saved_evaluations(run.folder.report):
+        step, evaluated_at = step_of_evaluation(evaluation), int(1000 * evaluation.stat().st_mtime)
+        for name in EVALUATION_FIGURES:
+            if any(image.startswith(f"{name}+step+{step}+") for image in sent):
+                continue
+            try:
+                image = Image.open(io.BytesIO(draw_evaluation(name, evaluation))).convert("RGB")
+            except Exception as error:
+                connection.log(f"{name} of step {step} is not shown: {connection.root_cause(error)}")
+            else:
+                run.client.log_image(run.run_id, image, key=name, step=step, timestamp=evaluated_at)
+
+
 def note_verification(folder: RunFolder, result: str) -> str:
     """Add the result of `pipeline verify` to the run as a tag, and return a line for the user."""
     try:
@@ -146,15 +157,14 @@ def note_verification(folder: RunFolder, result: str) -> str:
 def _note(folder: RunFolder, result: str) -> str:
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
     named = uri_in_environment()
-    uri = named or tracking_uri(config, folder)
-    if uri is None:
-        raise RequestError("track.uri=none")
+    uri = named or tracking_uri(config, folder) or "none"
     shown = without_password(uri)
-    if not named and not uri.startswith("sqlite:"):  # others may have written the run's files
-        raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if that server may be contacted")
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        raise RequestError(f"{shown} is not there")
-    address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
+    is_local = uri.startswith("sqlite:///")
+    if not (Path(uri.removeprefix("sqlite:///")).exists() if is_local else named):
+        # others may have written the run's files, so a server must be named here
+        raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if the run is there and it may be contacted")
+    address = connection.configure(uri)
+    connection.set_timeout(connection.REQUEST_TIMEOUT_S)
 
     from mlflow import MlflowClient
 
@@ -162,7 +172,6 @@ def _note(folder: RunFolder, result: str) -> str:
     run = find_run(client, run_id(folder.journal) or "")
     if run is None:
         raise RequestError(f"the run is not at {shown}")
-    client.set_tag(
-        run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
-    )
+    text = f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
+    client.set_tag(run.info.run_id, "verified", text)
     return shown

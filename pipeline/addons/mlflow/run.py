@@ -11,18 +11,15 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.addons.mlflow.connection import ARTIFACTS, check_artifact_host
+from pipeline.addons.mlflow.connection import check_artifact_host
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
 
 _RUN_TAG = "pipeline.run"
 # the UI then opens the experiment on its view of training runs, not of traces
@@ -35,12 +32,12 @@ class MlflowRun:
 
     folder: RunFolder
     config: Config
-    client: "MlflowClient"
+    client: Any
     run_id: str
     experiment_id: str
     artifact_uri: str
     last_steps: dict[str, int]
-    """The last step of each metric that the server has."""
+    """The last step of each metric that the server had when the run was opened."""
 
 
 def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
@@ -62,20 +59,19 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
     run = find_run(client, created["run"])
     if run is None:
         # beside a local database; a server has a location of its own
-        artifacts = (database.parent / ARTIFACTS).as_uri() if database else None
+        artifacts = (database.parent / "mlartifacts").as_uri() if database else None
         experiment_id = _experiment_id(client, config.track.experiment or config.recipe, artifacts)
         tags, name = {_RUN_TAG: created["run"]}, printable_name(folder.path.absolute().name)
         run = client.create_run(experiment_id, created["time"], tags, name)
-    if not run.info.run_id:
+    info = run.info
+    if not info.run_id:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
-    check_artifact_host(run.info.artifact_uri, uri)
+    check_artifact_host(info.artifact_uri, uri)
     last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-    return MlflowRun(
-        folder, config, client, run.info.run_id, run.info.experiment_id, run.info.artifact_uri, last_steps
-    )
+    return MlflowRun(folder, config, client, info.run_id, info.experiment_id, info.artifact_uri, last_steps)
 
 
-def find_run(client: "MlflowClient", name: str) -> Any | None:
+def find_run(client: Any, name: str) -> Any | None:
     """Return the run whose journal has the id `name`, in any experiment, or None."""
     token = None
     while True:
@@ -96,7 +92,7 @@ def file_sizes(artifact_uri: str, folder: str | None) -> dict[str, int]:
     return {Path(file.path).name: file.file_size or 0 for file in found if not file.is_dir}
 
 
-def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> str:
+def _experiment_id(client: Any, name: str, artifacts: str | None) -> str:
     """Return the id of an experiment, which is created unless it exists."""
     from mlflow.exceptions import MlflowException
 

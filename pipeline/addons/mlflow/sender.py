@@ -44,24 +44,20 @@ class ToMLflow(Listener):
             self._log(f"MLflow{ignored}")
         try:
             self._sender = start_sender(self._config, self._folder)
-        except OSError as error:
-            later = "'pipeline sync' sends the journal later"
-            self._log(f"MLflow's sender could not be started: {error.strerror}; {later}")
+        except OSError as error:  # `pipeline sync` sends the journal later
+            self._log(f"MLflow's sender could not be started: {error.strerror}")
 
     def error(self) -> RunError | None:
         """Return None once MLflow is reached, or the error if it is not at the first attempt."""
-        try:
-            if self._sender:
-                self._sender.wait_until_ready()
-        except RunError as error:
-            return error
-        return None
+        return self._sender.wait_until_ready() if self._sender else None
 
     def closed(self, end: End) -> None:
         if self._sender and not self._sender.close(self._log, end.seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            reason = f" ({last})" if (last := self._sender.last_failure()) else ""
-            self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
+            reason = f"see {self._folder.sync_log}"
+            self._log(
+                f"MLflow did not take everything ({reason}): the journal keeps it, '{command}' sends it"
+            )
 
 
 class Sender:
@@ -76,20 +72,21 @@ class Sender:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", "sync", str(folder.path), "--follow"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
-                start_new_session=True,  # a launcher's signals to the process group do not reach it: the pipe ends it
+                # a launcher's signals to the process group do not reach it: the pipe ends it
+                start_new_session=True,
             )  # fmt: skip
 
-    def wait_until_ready(self) -> None:
-        """Return when the server was reached. Raises RequestError if the first attempt failed."""
+    def wait_until_ready(self) -> RunError | None:
+        """Return None when the server was reached, or the error of the first attempt."""
         assert self._process.stdout is not None
         answer = ""
         if select.select([self._process.stdout], [], [], _READY_TIMEOUT_S)[0]:
             answer = self._process.stdout.readline().decode(errors="replace").strip()
         if answer == READY:
-            return
+            return None
         self._process.kill()  # nothing was recorded yet, and a first attempt may take minutes
         self._process.wait()
-        raise RequestError(
+        return RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
             f" ({answer or f'no answer, see {self._folder.sync_log}'})",
             "start it, correct track.uri, or train without it, with track.required=false",
@@ -120,14 +117,6 @@ class Sender:
             self._process.kill()
             self._process.wait()
         return False  # its process may outlive this one and deliver the rest
-
-    def last_failure(self) -> str:
-        """Return the line with which the process has failed, or ""."""
-        with contextlib.suppress(OSError):
-            *_, last = ["", *self._folder.sync_log.read_text(encoding="utf-8", errors="replace").splitlines()]
-            if last.startswith("pipeline: "):
-                return last.removeprefix("pipeline: ")
-        return ""
 
 
 def start_sender(config: Config, folder: RunFolder) -> Sender | None:

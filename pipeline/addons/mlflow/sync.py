@@ -13,18 +13,11 @@ import time
 from pathlib import Path
 
 from pipeline.addons.mlflow import READY, TRAINING_DONE
-from pipeline.addons.mlflow.connection import (
-    FILE_TIMEOUT_S,
-    REQUEST_TIMEOUT_S,
-    log,
-    request_timeout,
-    root_cause,
-)
+from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, root_cause
 from pipeline.addons.mlflow.delivery import Delivery
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
-from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.record.folder import RunFolder
 
@@ -45,15 +38,21 @@ def sync(path: Path, *, follow: bool) -> None:
     try:
         config = from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))
     except OSError as error:
-        problem = (
-            f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
-        )
+        problem = f"{path} is not the folder of a run that has started ({error.strerror})"
         raise RequestError(problem, "give a run's folder, such as runs/digits") from None
     uri = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment() or tracking_uri(config, folder)
     if uri is None:
         raise RequestError(f"the run in {path} has track.uri=none", "name a server with MLFLOW_TRACKING_URI")
+    delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S if follow else FILE_TIMEOUT_S)
     try:
-        (_sync_beside_training if follow else _sync_once)(folder, config, uri)
+        if follow:
+            _send_beside_training(delivery, folder)
+        else:
+            _lock_sending(folder)
+            delivery.send_rows()
+            if not folder.lock.is_held():
+                delivery.mark_failed()
+            delivery.send_all_parts()
     except RunError:
         raise
     except Exception as error:
@@ -61,65 +60,39 @@ def sync(path: Path, *, follow: bool) -> None:
         raise TemporaryError(f"MLflow at {shown} did not take everything: {root_cause(error)}") from error
 
 
-def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
-    _lock_sending(folder)
-    delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
-    delivery.import_mlflow()
-    delivery.send_rows()
-    if not folder.lock.is_held():
-        delivery.mark_failed()
-    _send_parts(delivery)
-
-
-def _send_parts(delivery: Delivery, *more: str) -> None:
-    """Send all parts that are due, and `more`. Raises an error if one could not be sent."""
-    delivery.retry_parts(*more)
-    with request_timeout(FILE_TIMEOUT_S):
-        while delivery.send_part():
-            pass
-    delivery.check_complete()
-
-
-def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
+def _send_beside_training(delivery: Delivery, folder: RunFolder) -> None:
     """Deliver until training is over, and tell rank 0 how the first attempt went.
 
     Raises the error of the last attempt.
     """
     folder.lock.join_holder()
-    delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
     training_over = _watch_rank_0(delivery)
     answer = os.dup(1)
     os.dup2(2, 1)  # once rank 0 is dead, whatever mlflow prints to the pipe would end this process
     _lock_sending(folder)
     os.nice(10)  # training has priority
-    delivery.import_mlflow()
     failure: Exception | None = None
-    has_answered, has_more, pause = False, False, _POLL_S
-    while True:
-        is_last = (
-            training_over.is_set()
-        )  # read before delivering, so that every row written until then is delivered
+    is_last, has_answered, pause = False, False, _POLL_S
+    while not is_last:
+        # read before delivering, so that every row written until then is delivered
+        is_last, has_more = training_over.is_set(), False
         try:
             delivery.send_rows()
             if is_last:
                 delivery.mark_failed()
-                _send_parts(delivery, "files")  # the report is drawn after the end is recorded
+                delivery.send_all_parts("files")  # the report is drawn after the end is recorded
             has_more = has_answered and delivery.send_part()
-            if failure is not None:
-                log("MLflow accepts requests again")
             failure, pause = None, _POLL_S
         except Exception as error:  # no failure of a tracker may reach training
             if failure is None:
                 log(f"MLflow does not accept requests: {root_cause(error)}")
-            failure, has_more, pause = error, False, min(_MAX_PAUSE_S, pause * 2)
+            failure, pause = error, min(_MAX_PAUSE_S, pause * 2)
         if not has_answered:
             has_answered = True
-            line = READY if failure is None else root_cause(failure)
+            line = root_cause(failure) if failure else READY
             with contextlib.suppress(OSError):  # rank 0 may be gone
                 os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
-        if is_last:
-            break
-        if not has_more:
+        if not (is_last or has_more):
             training_over.wait(pause)
     if failure is not None:
         raise failure
@@ -139,7 +112,6 @@ def _watch_rank_0(delivery: Delivery) -> threading.Event:
         word = os.read(0, len(TRAINING_DONE))
         training_over.set()
         if word == TRAINING_DONE:
-            delivery.imported.wait()
             time.sleep(_RANK_0_DONE_S)
             while delivery.is_reachable:
                 time.sleep(_POLL_S)

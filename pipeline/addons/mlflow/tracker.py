@@ -1,16 +1,16 @@
 """Checks that the MLflow server answers and stores files.
 
 Each check returns a line for the user, or raises TemporaryError; RequestError if a SQLite database
-cannot be written, or if mlflow is not installed.
+cannot be written.
 """
 
-import re
 import tempfile
 import uuid
 from pathlib import Path
+from typing import Any
 
-from pipeline.addons.mlflow.connection import not_installed, request, root_cause
-from pipeline.addons.mlflow.uri import ignored_variables, tracking_uri
+from pipeline.addons.mlflow.connection import request, root_cause
+from pipeline.addons.mlflow.uri import ignored_variables, sqlite_file, tracking_uri
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
@@ -26,31 +26,30 @@ def check_server_answers(config: Config, folder: RunFolder) -> str:
     Its /health would not do: it answers even if the server refuses every other call.
     """
     uri = tracking_uri(config, folder)
-    if uri is None or not uri.startswith(("http://", "https://")):
-        check_database_is_writable(uri)
-        return (
-            f"no server: {'track.uri=none' if uri is None else without_password(uri) + ignored_variables()}"
-        )
+    if uri is None:
+        return "no server: track.uri=none"
     shown = without_password(uri)
+    if not uri.startswith("http"):
+        check_database_is_writable(uri)
+        return f"no server: {shown}{ignored_variables()}"
+    answer = _ask(uri, "api/2.0/mlflow/experiments/search?max_results=1")
+    if not answer.ok or answer.is_redirect:
+        target = without_password(answer.headers.get("Location", ""))
+        more = f" and redirects to {target}" if target else ""
+        raise TemporaryError(f"MLflow at {shown} answers {answer.status_code}{more}", _CAUSES)
     try:
-        answer = request(uri, "api/2.0/mlflow/experiments/search?max_results=1")
-        if answer.ok and not answer.is_redirect:
-            parse_json(answer.content)
-            return f"{shown} answers{ignored_variables()}"
-    except ModuleNotFoundError as error:
-        raise not_installed(error) from None
-    except Exception as error:
-        raise TemporaryError(f"no MLflow server answers at {shown} ({root_cause(error)})", _CAUSES) from None
-    target = f" and redirects to {without_password(answer.headers['Location'])}" if answer.is_redirect else ""
-    raise TemporaryError(f"MLflow at {shown} answers {answer.status_code}{target}", _CAUSES)
+        parse_json(answer.content)
+    except ValueError as error:
+        raise TemporaryError(f"no MLflow server answers at {shown} ({error})", _CAUSES) from None
+    return f"{shown} answers{ignored_variables()}"
 
 
 def check_database_is_writable(uri: str | None) -> None:
     """Raise RequestError if `uri` names a SQLite file that cannot be written. Creates nothing."""
-    match = re.fullmatch(r"sqlite(?:\+\w+)?:///(.+)", uri or "")
-    if not match:
+    path = sqlite_file(uri)
+    if path is None:
         return
-    database = Path(match[1])
+    database = Path(path)
     try:
         if database.exists():
             with open(database, "r+b"):
@@ -71,14 +70,21 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
     content = uuid.uuid4().bytes
     path = f"api/2.0/mlflow-artifacts/artifacts/doctor/{content.hex()}"
     for method, body in (("PUT", content), ("GET", None), ("DELETE", None)):
-        try:
-            answer = request(uri, path, method, body)
-        except Exception as error:
-            raise TemporaryError(f"an upload to MLflow failed ({root_cause(error)})", _CAUSES) from None
+        answer = _ask(uri, path, method, body)
         if method == "PUT" and answer.status_code in (404, 503):
-            return "the server does not store files (--no-serve-artifacts): the run writes to the artifact store itself"
-        if not answer.ok:
-            raise TemporaryError(f"MLflow answers {answer.status_code} to the {method} of a file", _CAUSES)
-        if method == "GET" and answer.content != content:
-            raise TemporaryError("MLflow returned other bytes than the file it was sent", _CAUSES)
+            return (
+                "the server does not store files (--no-serve-artifacts): the run writes to their store itself"
+            )
+        if not answer.ok or (method == "GET" and answer.content != content):
+            problem = f"MLflow answers {answer.status_code} to the {method} of a file, or with other bytes"
+            raise TemporaryError(problem, _CAUSES)
     return "the server stores a file and returns it"
+
+
+def _ask(uri: str, *words: Any) -> Any:
+    """Return the server's answer to a request. Raises TemporaryError if there is none."""
+    try:
+        return request(uri, *words)
+    except Exception as error:
+        problem = f"no MLflow server answers at {without_password(uri)} ({root_cause(error)})"
+        raise TemporaryError(problem, _CAUSES) from None

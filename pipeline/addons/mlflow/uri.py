@@ -2,7 +2,6 @@
 
 import os
 import re
-from urllib.parse import urlsplit
 
 from pipeline.config.credentials import show, split_credentials
 from pipeline.config.schema import Config
@@ -13,7 +12,7 @@ from pipeline.record.folder import RunFolder
 
 _HTTP = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#]\S*)?"
 _DATABASE = r"(postgresql|mysql|mssql|databricks)(\+\w+)?://\S*[^/\s]\S*|databricks"
-_SQLITE = r"sqlite(\+\w+)?:///+([^/?][\s\S]*)"
+_SQLITE = r"sqlite(?:\+\w+)?:///(.+)"
 
 
 def tracking_uri(config: Config, folder: RunFolder) -> str | None:
@@ -29,10 +28,10 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     if uri := uri_in_environment():
         return uri
     database = str(folder.path.absolute().parent / "mlflow.db")
-    if mlflow_changes(database):
+    if _mlflow_changes(database):
         raise RequestError(
-            f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it is not"
-            " UTF-8",
+            f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it"
+            " is not UTF-8",
             "give another run.dir, name a server with track.uri, or set track.uri=none",
         )
     return f"sqlite:///{database}"
@@ -51,44 +50,33 @@ def ignored_variables() -> str:
     names = [name for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID") if os.environ.get(name)]
     if not names:
         return ""
-    return f"; {' and '.join(names)} not used: a training is a run of its own, in the experiment track.experiment"
+    return f"; {' and '.join(names)} not used: a training is a run of its own, in track.experiment"
+
+
+def sqlite_file(uri: str | None) -> str | None:
+    """Return the path of the SQLite database that a URI names, or None."""
+    match = re.fullmatch(_SQLITE, uri or "", re.DOTALL)
+    return match[1] if match else None
 
 
 def check_tracking_uri(name: str, uri: str) -> None:
     """Raise RequestError if MLflow cannot open `uri`. name: the key or variable that has it."""
     given = f"{name}={show(uri)}"
     address = split_credentials(uri)[0]
-    if sqlite := re.fullmatch(_SQLITE, address):
-        path = address.partition("://")[2].removeprefix("/")
-        if mlflow_changes(sqlite[2]):
+    if database := sqlite_file(address):
+        if _mlflow_changes(database) or os.path.isdir(database):
             raise RequestError(
-                f"{given}: MLflow opens only a UTF-8 path without ? and %", "name another file"
+                f"{given} names no file that MLflow opens", "name one without ? and % in its path"
             )
-        if os.path.isdir(path):
-            raise RequestError(
-                f"{given} names a folder", f"give the database file in it, {show(uri)}/mlflow.db"
-            )
-    elif (
-        not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII)
-        or re.search(r"\s", uri)
-        or not _has_port(address)
-    ):
+    elif not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII) or re.search(r"\s", uri):
         raise RequestError(
             f"{given} is not allowed",
-            "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a blank and"
-            " a user and a password before the host, or set track.uri=none",
+            "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a"
+            " blank and a user and a password before the host, or set track.uri=none",
         )
 
 
-def _has_port(address: str) -> bool:
-    """Return False if the address has a port that does not exist."""
-    try:
-        return urlsplit(address).port != 0
-    except ValueError:
-        return not address.startswith("http")  # a socket's name may stand in a database's address
-
-
-def mlflow_changes(path: str) -> bool:
+def _mlflow_changes(path: str) -> bool:
     """Return True if MLflow opens another SQLite file or none.
 
     It decodes %41, a ? ends the path, and names must be UTF-8.

@@ -15,16 +15,12 @@ def best_checkpoint(target: str) -> Path:
     target: the run's folder. Raises RequestError if it is none or keeps no evaluated checkpoint.
     """
     folder = RunFolder(Path(target))
-    if not folder.path.is_dir():
-        raise RequestError(f"--best needs a run's folder, but {target} is not a folder", "leave --best out")
     try:
         rows = parse_json(folder.receipt.read_text(encoding="utf-8"))["evaluations"]
         evaluated = sorted((rank(row) for row in rows if not row.get("not_finite")), reverse=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+    except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
-            f"--best cannot read {folder.receipt} ({reason})",
-            "give a run's folder, or a checkpoint without --best",
+            f"--best cannot read {folder.receipt}", "give a run's folder, or a checkpoint without --best"
         ) from None
     kept = {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
     for *_, step in evaluated:

@@ -5,15 +5,9 @@ from pathlib import Path
 
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command, add_overrides, add_trust, path_or_uri
-from pipeline.errors import RequestError
 
 
 def add_commands(commands: Commands) -> None:
-    _add_predict(commands)
-    _add_export(commands)
-
-
-def _add_predict(commands: Commands) -> None:
     parser = add_command(
         commands, "predict", _predict, "classify images: the five most likely classes and their probabilities",
         "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
@@ -27,28 +21,7 @@ def _add_predict(commands: Commands) -> None:
     arguments.add_best(parser)
     add_trust(parser)
     add("--json", action="store_true", help="print JSON")
-    help = "also draw the first 64 images with their predicted classes"
-    add("--sheet", type=arguments.path, metavar="FILE.png", help=help)
 
-
-def _predict(options: argparse.Namespace) -> str:
-    from pipeline.addons.models import inputs
-
-    inputs.check_model(options.target)
-    for path in options.images:
-        inputs.check_exists(path, "give image files, or folders with images")
-    inputs.check_output("--sheet", options.sheet)
-    if options.sheet and options.sheet.suffix != ".png":
-        raise RequestError(f"--sheet {options.sheet} is not allowed: give the name of a .png file")
-
-    from pipeline.addons.models import predict
-
-    return predict.predict(
-        arguments.target_of(options), options.images, as_json=options.json, sheet=options.sheet
-    )
-
-
-def _add_export(commands: Commands) -> None:
     parser = add_command(
         commands, "export", _export, "write the trained model in another format and check it on validation images",
         "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
@@ -60,13 +33,21 @@ def _add_export(commands: Commands) -> None:
     add_overrides(parser)
     arguments.add_best(parser)
     add_trust(parser)
-    add(
-        "--to",
-        required=True,
-        choices=("torch.export", "onnx", "safetensors"),
-        help="format of the exported file",
-    )
+    formats = ("torch.export", "onnx", "safetensors")
+    add("--to", required=True, choices=formats, help="format of the exported file")
     add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
+
+
+def _predict(options: argparse.Namespace) -> str:
+    from pipeline.addons.models import inputs
+
+    inputs.check_model(options.target)
+    for path in options.images:
+        inputs.check_exists(path, "give image files, or folders with images")
+
+    from pipeline.addons.models import predict
+
+    return predict.predict(arguments.target_of(options), options.images, as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> str:
@@ -74,7 +55,7 @@ def _export(options: argparse.Namespace) -> str:
 
     target = Path(arguments.target_of(options))
     inputs.check_target(target)
-    inputs.check_output("--out", options.out)
+    inputs.check_output(options.out)
 
     from pipeline.addons.models import export
 

@@ -29,8 +29,8 @@ def timm_builder(arch: str) -> Callable[..., nn.Module]:
         raise RequestError(f"model.arch={arch} needs timm", "pip install 'ddp-pipeline[timm]'") from None
     name = arch.removeprefix("timm/")
     if not timm.is_model(name):  # also for hf-hub:…, which would fetch a model
-        problem = f"model.arch={arch} is not a model of timm {timm.__version__}{nearest(name, timm.list_models(), 0.7)}"
-        raise RequestError(problem, "timm.list_models() names them, without the tag of their weights")
+        close = nearest(name, timm.list_models(), 0.7)
+        raise RequestError(f"model.arch={arch} is no model of timm {timm.__version__}{close}", "give another")
     return partial(timm.create_model, name, pretrained=False)
 
 
@@ -53,22 +53,13 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
         raise RequestError(problem, "install the package, or start in the folder that holds it") from error
     function = getattr(module, name, None)
     if not callable(function):
-        functions = [
-            key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
-        ]
-        raise RequestError(
-            f"model.arch={arch}: {module_name} has no function {name}{nearest(name, functions)}"
-        )
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise RequestError(f"model.arch={arch}: {module_name} has no function {name}{nearest(name, names)}")
     return function  # type: ignore[no-any-return]
 
 
 def no_such_model(arch: str, names: list[str]) -> RequestError:
     """Return the error about a name that is not one of torchvision's classifiers `names`."""
     problem = f"model.arch={arch} is not a classification model of torchvision {torchvision.__version__}"
-    for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
-        if arch in torchvision.models.list_models(module=getattr(torchvision.models, task)):
-            return RequestError(
-                f"{problem}, but one for {task.replace('_', ' ')}", f"the models are {', '.join(names)}"
-            )
     close = nearest(arch, names, 0.7)
     return RequestError(problem + close, "" if close else f"the models are {', '.join(names)}")

@@ -16,9 +16,7 @@ _TARGET = "give a run's folder or a file step-….pt"
 def check_target(target: str | Path) -> None:
     """Check that `target` is a run's folder or a checkpoint."""
     if str(target).startswith(MODEL_URI_PREFIX):
-        raise RequestError(
-            f"{target} is a model in MLflow, which only 'pipeline predict' takes", "give a run's folder"
-        )
+        raise RequestError(f"{target} is a model in MLflow, which only 'pipeline predict' takes", _TARGET)
     check_exists(target, _TARGET)
     if os.path.isfile(target) and Path(target).suffix != ".pt":
         raise RequestError(f"{target} is not a checkpoint", _TARGET)
@@ -43,23 +41,20 @@ def check_exists(path: str | Path, remedy: str) -> None:
     """Check that a file or folder exists. remedy: what to give instead."""
     try:
         os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise RequestError(f"{path} does not exist", remedy) from None
     except OSError as error:
-        raise storage_outage(path, error) or RequestError(
-            f"{path} cannot be read: {error.strerror}"
-        ) from None
+        problem = f"{path} cannot be read: {error.strerror}"
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            problem = f"{path} does not exist"
+        raise storage_outage(path, error) or RequestError(problem, remedy) from None
 
 
-def check_output(flag: str, file: Path | None) -> None:
-    """Check that a file can be written: its folder exists, and what is there is a regular file."""
+def check_output(file: Path | None) -> None:
+    """Check that --out can be written: its folder exists, and what is there is a regular file."""
     try:
-        target = target_of(file) if file else None
+        if file and not target_of(file).parent.is_dir():
+            raise RequestError(
+                f"--out {file} cannot be written: its folder does not exist", "name one that does"
+            )
     except OSError as error:
-        raise RequestError(
-            f"{flag} {file} cannot be written: {error.strerror}", "give the name of a new file"
-        ) from None
-    if target and not os.path.isdir(target.parent):
-        raise RequestError(
-            f"{flag} {file} cannot be written: {target.parent} is not a folder", "name one that exists"
-        )
+        problem = f"--out {file} cannot be written: {error.strerror}"
+        raise RequestError(problem, "give the name of a new file") from None

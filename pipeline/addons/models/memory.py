@@ -36,6 +36,7 @@ def fit_passes(
     cannot have more: a deterministic one, or one with CUDA graphs.
     """
     images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
+    shortage = f"a pass of {plan.micro_batch} images does not fit into the memory of {group.device}"
     for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
         if images % (accumulate * unit):
             continue
@@ -48,27 +49,18 @@ def fit_passes(
             continue
         if accumulate == plan.accumulate:
             return plan
-        shortage = (
-            f"a pass of {plan.micro_batch} images does not fit into the memory of {_name(group.device)}"
-        )
         if config.is_deterministic_on_gpus:
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
-            raise RequestError(
-                f"{shortage}, and fewer at once would change the bits: {key}={value} fits"
-            ).collective()
+            remedy = f"fewer at once would change the bits; {key}={value} fits"
+            raise RequestError(shortage, remedy).collective()
         if config.train.compile == "reduce-overhead":
-            remedy = "lower batch.global, or use train.compile=on"
-            raise RequestError(
-                f"{shortage}, and train.compile=reduce-overhead needs one pass", remedy
-            ).collective()
-        passes = f"{accumulate} passes of {images // accumulate} make the same batch"
-        log(f"{shortage}: {passes} (batch.accumulate={accumulate})")
+            remedy = "train.compile=reduce-overhead needs one pass; lower batch.global"
+            raise RequestError(shortage, remedy).collective()
+        log(f"{shortage}: batch.accumulate={accumulate} makes the same batch")
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
-    raise RequestError(
-        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}",
-        "choose a smaller model.arch or augment.size, or parallel=fsdp",
-    ).collective()
+    remedy = "choose a smaller model.arch or augment.size, or parallel=fsdp"
+    raise RequestError(f"{shortage}, nor does one of {unit}", remedy).collective()
 
 
 def make_try_pass(
@@ -95,10 +87,3 @@ def make_try_pass(
             torch.cuda.empty_cache()
 
     return try_pass
-
-
-def _name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    return f"{torch.cuda.get_device_name(device)} ({total / 2**30:.0f} GiB)"

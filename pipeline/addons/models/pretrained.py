@@ -36,9 +36,7 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
     assert options.init is not None
     given, wanted = _read(options.arch, options.init), model.state_dict()
     fitting = {
-        name: tensor
-        for name, tensor in given.items()
-        if name in wanted and wanted[name].shape == tensor.shape
+        name: given[name] for name in wanted if name in given and given[name].shape == wanted[name].shape
     }
     if 2 * len(fitting) < len(wanted):
         raise RequestError(
@@ -64,42 +62,35 @@ def load_pretrained(
 
 
 def freeze(model: nn.Module, names: str) -> str:
-    """Freeze the modules that `model.freeze` names.
-
-    Return a line that says how many weights are still trained.
+    """Freeze the modules that `model.freeze` names; return a line that says what is still trained.
 
     Raises RequestError for a module that the model does not have, or if nothing is left to train.
     """
-    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-    heads = _heads(model, children)
     modules = dict(model.named_modules())
-    chosen, own = [name.strip() for name in names.split(",")], dict[str, nn.Parameter]()
+    chosen = [name.strip() for name in names.split(",")]
     if names == "backbone":
+        children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+        heads = _heads(model, children)
         chosen = [name for name in children if name not in heads]
-        own = dict(model.named_parameters(recurse=False))  # a transformer's class token
-    for parameter in own.values():
-        parameter.requires_grad_(False)
+        for parameter in model.parameters(recurse=False):  # a transformer's class token
+            parameter.requires_grad_(False)
     for name in chosen:
         if name not in modules or not name:
             close = nearest(name, list(modules))
-            raise RequestError(
-                f"model.freeze={names}: the model has no module {name!r}{close}",
-                "" if close else f"it has {', '.join(children)}, and the modules in them",
-            )
+            raise RequestError(f"model.freeze={names}: the model has no module {name!r}{close}")
         modules[name].eval().requires_grad_(False)
     left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
-        remedy = f"do not freeze the head, {', '.join(heads)}"
-        raise RequestError(f"model.freeze={names} leaves nothing to train", remedy)
+        raise RequestError(f"model.freeze={names} leaves nothing to train", "do not freeze the head")
     total = sum(parameter.numel() for parameter in model.parameters())
-    return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
+    return f"{', '.join(chosen)} frozen: {left:,} of {total:,} weights are trained"
 
 
 def _heads(model: nn.Module, children: list[str]) -> list[str]:
     """Return the children with a classifier: those that timm names, or the last child."""
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
-    classifiers = [*named] if isinstance(named, (tuple, list)) else [named]
+    classifiers = named if isinstance(named, tuple | list) else [named]
     heads = [
         name
         for name in children

@@ -30,9 +30,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         for name in ("state_dict", "model", "model_state_dict"):
             if isinstance(found.get(name), dict):
                 found = found[name]
-        weights = {
-            name.removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        weights = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
         if not weights:
             raise ValueError("it holds no tensors")
     except ImportError:

@@ -13,10 +13,8 @@ from pipeline.errors import RequestError
 def check_is_trusted(arch: str) -> None:
     """Raise RequestError if `arch` is a function that the user has not named."""
     if is_function(arch) and arch not in trusted():
-        raise RequestError(
-            f"model.arch={arch} is a function, which a file names and you did not",
-            f"it runs only with --trust {arch}",
-        )
+        problem = f"model.arch={arch} is a function, which a file names and you did not"
+        raise RequestError(problem, f"it runs only with --trust {arch}")
 
 
 def check_place_is_trusted(key: str, place: str | None) -> None:

@@ -4,6 +4,7 @@ Promise: each is a function of its arguments and of torch's default generator, l
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ class Airbench(nn.Module):
     a residual connection. momentum: of the running statistics, as in torch.
     """
 
-    def __init__(self, num_classes: int, widths: tuple[int, int, int], depth: int, momentum: float) -> None:
+    def __init__(
+        self, num_classes: int = 10, *, widths: tuple[int, int, int], depth: int, momentum: float
+    ) -> None:
         super().__init__()
         self.whitening = _Whitening()
         groups = zip((24, *widths), widths, strict=False)
@@ -103,18 +106,9 @@ class _Whitening(nn.Module):
     """
 
     _VARIANCES = (
-        12.48,
-        0.495,
-        0.419,
-        0.0673,
-        1.032,
-        0.00712,
-        0.00464,
-        0.00025,
-        0.217,
-        0.00261,
-        0.00191,
-        0.00015,
+        (12.48, 0.495, 0.419, 0.0673),
+        (1.032, 0.00712, 0.00464, 0.00025),
+        (0.217, 0.00261, 0.00191, 0.00015),
     )
     """The variances of the outputs on CIFAR-10, colour by pattern."""
 
@@ -123,7 +117,7 @@ class _Whitening(nn.Module):
         patterns = torch.tensor([[1.0, 1, 1, 1], [1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]]) / 2
         colours = functional.normalize(torch.tensor([[1.0, 1, 1], [1, 0, -1], [1, -2, 1]]), dim=1)
         filters = torch.einsum("kc,ps->kpcs", colours, patterns).reshape(12, 3, 2, 2)
-        filters = filters / (torch.tensor(self._VARIANCES) + 5e-4).sqrt().view(12, 1, 1, 1)
+        filters = filters / (torch.tensor(self._VARIANCES).view(12, 1, 1, 1) + 5e-4).sqrt()
         self.filters: Tensor
         self.register_buffer("filters", torch.cat([filters, -filters]))
         self.bias = nn.Parameter(torch.zeros(24))
@@ -132,32 +126,17 @@ class _Whitening(nn.Module):
         return functional.gelu(functional.conv2d(images, self.filters, self.bias))
 
 
-def airbench94(num_classes: int = 10) -> nn.Module:
-    """Return airbench's smallest network, 1.97 million parameters."""
-    return Airbench(num_classes, widths=(64, 256, 256), depth=2, momentum=0.4)
-
-
-def airbench95(num_classes: int = 10) -> nn.Module:
-    """Return airbench's network of middle size, 4.60 million parameters."""
-    return Airbench(num_classes, widths=(128, 384, 384), depth=2, momentum=0.4)
-
-
-def airbench96(num_classes: int = 10) -> nn.Module:
-    """Return airbench's largest network."""
-    return Airbench(num_classes, widths=(128, 512, 512), depth=3, momentum=0.1)
+# 1.97, 4.60 and 12.7 million parameters
+airbench94 = partial(Airbench, widths=(64, 256, 256), depth=2, momentum=0.4)
+airbench95 = partial(Airbench, widths=(128, 384, 384), depth=2, momentum=0.4)
+airbench96 = partial(Airbench, widths=(128, 512, 512), depth=3, momentum=0.1)
 
 
 def vit_s_16(num_classes: int = 1000, **options: Any) -> nn.Module:
     """Return ViT-S/16 (Touvron et al., "DeiT", 2021; big_vision's S/16)."""
-    size = {
-        "image_size": 224,
-        "patch_size": 16,
-        "num_layers": 12,
-        "num_heads": 6,
-        "hidden_dim": 384,
-        "mlp_dim": 1536,
-    }
-    model: nn.Module = VisionTransformer(**{**size, **options}, num_classes=num_classes)
+    patches = {"image_size": 224, "patch_size": 16}
+    width = {"num_layers": 12, "num_heads": 6, "hidden_dim": 384, "mlp_dim": 1536}
+    model: nn.Module = VisionTransformer(**patches | width | options, num_classes=num_classes)
     return model
 
 

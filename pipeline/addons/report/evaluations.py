@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 
 AUGMENTED_FILE = "augmented.npz"
-_MAX_BYTES = 256 << 20
-"""Limit of a file's unpacked size: a validation image takes 16 bytes, so 16 million have room."""
-_MAX_CLASSES = 1_000_000
-_MAX_PICTURES = 64
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,17 @@ class SavedEvaluation:
     """[K]: ids of the mistakes that are shown."""
     pixels: NDArray[np.uint8]
     """[K, 3, H, W]: those images."""
+
+    def shown_mistakes(self) -> Iterator[tuple[NDArray[np.uint8], int, int, float]]:
+        """Yield (pixels, predicted class, true class, confidence) of each of them."""
+        saved = self.predictions
+        for image, pixels in zip(self.mistakes, self.pixels, strict=True):
+            yield (
+                pixels,
+                int(saved.predicted[image]),
+                int(saved.labels[image]),
+                float(saved.confidence[image]),
+            )
 
 
 def find_mistakes(predictions: Predictions) -> NDArray[np.int64]:
@@ -73,13 +79,6 @@ def confusion_matrix(predictions: Predictions, classes: NDArray[np.int64]) -> ND
     return np.bincount(rows * size + columns, minlength=size**2).reshape(size, size)
 
 
-def shown_mistakes(evaluation: SavedEvaluation) -> Iterator[tuple[NDArray[np.uint8], int, int, float]]:
-    """Yield (pixels, predicted class, true class, confidence) of the mistakes that are shown."""
-    saved = evaluation.predictions
-    for image, pixels in zip(evaluation.mistakes, evaluation.pixels, strict=True):
-        yield pixels, int(saved.predicted[image]), int(saved.labels[image]), float(saved.confidence[image])
-
-
 def evaluation_file(report: Path, step: int) -> Path:
     return report / "data" / f"step-{step:08d}.npz"
 
@@ -103,20 +102,8 @@ def save_evaluation(folder: RunFolder, step: int, evaluation: SavedEvaluation) -
 
 def load_evaluation(path: Path) -> SavedEvaluation:
     """Return a saved evaluation. Raises ValueError if it cannot be read."""
-    saved = _load(path, "labels", "predicted", "confidence", "classes", "shown", "pixels")
-    labels, predicted, confidence, classes, mistakes, pixels = saved
-    is_valid = (
-        "".join(array.dtype.kind for array in saved) == "iifUiu"
-        and labels.shape == predicted.shape == confidence.shape
-        and labels.ndim == classes.ndim == 1
-        and len(classes) <= _MAX_CLASSES
-        and all(((values >= -1) & (values < len(classes))).all() for values in (labels, predicted))
-        and bool(((confidence >= 0) & (confidence <= 1)).all())
-        and len(mistakes) <= _MAX_PICTURES
-        and pixels.shape[:2] == (len(mistakes), 3)
-    )
-    if not is_valid:
-        raise _damaged(path, "its arrays are not those of an evaluation")
+    names = ("labels", "predicted", "confidence", "classes", "shown", "pixels")
+    labels, predicted, confidence, classes, mistakes, pixels = _load(path, *names)
     return SavedEvaluation(Predictions(labels, predicted, confidence), classes.tolist(), mistakes, pixels)
 
 
@@ -135,36 +122,22 @@ def save_augmented(folder: RunFolder, pixels: NDArray[np.uint8], captions: list[
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
     """Return what `save_augmented` saved. Raises ValueError if it cannot be read."""
-    path = report / "data" / AUGMENTED_FILE
-    pixels, captions = _load(path, "pixels", "captions")
-    if captions.shape != pixels.shape[:1] or len(captions) > _MAX_PICTURES:
-        raise _damaged(path, "its arrays are not those of images")
+    pixels, captions = _load(report / "data" / AUGMENTED_FILE, "pixels", "captions")
     return pixels, captions.tolist()
 
 
 def _load(path: Path, *names: str) -> list[NDArray[Any]]:
     """Return the named arrays of a file.
 
-    Raises ValueError if it is damaged or too large, FileNotFoundError if there is none.
+    Raises ValueError if it is damaged, FileNotFoundError if there is none.
     """
     try:
-        with ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-        if unpacked > _MAX_BYTES:
-            raise ValueError(f"it would unpack to {unpacked:,} bytes")
         with np.load(path, allow_pickle=False) as saved:
-            arrays = [saved[name] for name in names]
-        if any(array.size > array.nbytes for array in arrays):
-            raise ValueError("an array has elements of no size")
-        return arrays
+            return [saved[name] for name in names]
     except FileNotFoundError:
         raise
     except Exception as error:  # zipfile, zlib and numpy raise many kinds of errors for damaged files
-        raise _damaged(path, f"{error}") from None
-
-
-def _damaged(path: Path, why: str) -> ValueError:
-    return ValueError(f"{path.name} is damaged ({why}): remove it, the next evaluation saves another")
+        raise ValueError(f"{path.name} is damaged ({error}): the next evaluation saves another") from None
 
 
 def _save(folder: RunFolder, path: Path, **arrays: Any) -> None:

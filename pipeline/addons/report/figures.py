@@ -5,15 +5,14 @@ beside the training (MLflow's sender) or after it (`pipeline report`). A figure 
 does not keep the others from being drawn.
 """
 
-import tempfile
+import io
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.evaluations import SavedEvaluation
@@ -28,53 +27,33 @@ _MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _MAX_BARS = 40  # classes in the bar chart
 _MAX_MATRIX = 200  # classes in the confusion matrix; of more, the most confused ones
-_NAME_CHARACTERS = 24  # of a class's name
-_CAPTION_CHARACTERS = 14  # of a class's name below a small image, beside other words
-_TITLE_CHARACTERS = 70
-_SHEET_COLUMNS = 8
-_TILE_INCHES = 1.4
 
 
 def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
-    """Draw every figure that the folder has data for into `report/`, and return the files.
-
-    Each is drawn in a temporary folder, so that `report/` changes only after a check of the lock.
-    """
-    report = folder.report
-    report.mkdir(exist_ok=True)
-    draws: dict[str, Callable[[Path], None]] = {"curves": partial(draw_curves, journal=folder.journal)}
-    if (report / "data" / evaluations.AUGMENTED_FILE).exists():
-        draws["augmentation"] = partial(draw_augmentation, report=report)
-    if saved := evaluations.saved_evaluations(report):
+    """Draw every figure that the folder has data for into `report/`, and return the files."""
+    folder.report.mkdir(exist_ok=True)
+    draws: dict[str, Callable[[], bytes]] = {"curves": lambda: draw_curves(folder.journal)}
+    if saved := evaluations.saved_evaluations(folder.report):
         draws |= {name: partial(draw_evaluation, name, saved[-1]) for name in EVALUATION_FIGURES}
-    paths = []
+    paths = {name: folder.report / f"{name}.png" for name in draws}
     for name, draw in draws.items():
-        path = report / f"{name}.png"
         try:
-            with tempfile.TemporaryDirectory() as scratch:
-                drawn = Path(scratch) / path.name
-                draw(drawn)
-                if drawn.exists():  # without mistakes there is no figure of them
-                    folder.write(path, drawn.read_bytes())
+            folder.write(paths[name], draw())
         except Exception as error:  # whatever is damaged: the rest is drawn
-            log(f"{path.name} cannot be drawn: {one_line(error, 300) or type(error).__name__}")
-        else:
-            paths += [path] if path.exists() else []
-    return paths
+            log(f"{name}.png cannot be drawn: {one_line(error, 300) or type(error).__name__}")
+    return [path for path in paths.values() if path.exists()]
 
 
-def draw_curves(path: Path, journal: Path) -> None:
+def draw_curves(journal: Path) -> bytes:
     """Draw loss, top-1 accuracy and learning rate by step, and mark where the run resumed."""
-    from matplotlib.ticker import MaxNLocator
-
     points: dict[str, dict[int, float]] = defaultdict(dict)
-    resumes: set[int] = set()
+    resumes: list[int] = []
     last = 0
     for row, _ in read(journal):
         for key, value in row.get("metrics", {}).items():
             points[key][row["step"]] = value
         if row.get("event") == "started":
-            resumes |= {row["step"]} if row["resumed"] else set()
+            resumes += [row["step"]] if row["resumed"] else []
             last = row["step"]
         last = max(last, row.get("step", 0))
     figure = _figure(10, 3)
@@ -84,32 +63,24 @@ def draw_curves(path: Path, journal: Path) -> None:
             curve = [point for point in sorted(points[f"{split}/{metric}"].items()) if point[0] <= last]
             if curve:
                 axes.plot(*zip(*curve, strict=True), marker=".", linewidth=1.2, label=label)
-        for number, step in enumerate(sorted(resumes)):
+        for number, step in enumerate(resumes):
             label = "" if number else "resumed"
             axes.axvline(step, color="gray", linestyle="--", linewidth=0.8, label=label, zorder=1)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    return _png(figure)
 
 
-def draw_augmentation(path: Path, report: Path) -> None:
-    """Draw the first training images as augmentation changed them."""
-    pixels, captions = evaluations.load_augmented(report)
-    tiles = list(map(Tile, pixels, map(drawn_name, captions)))
-    draw_contact_sheet(path, tiles, "the first training images, as the model sees them")
-
-
-def draw_evaluation(name: str, saved: Path, path: Path) -> None:
+def draw_evaluation(name: str, saved: Path) -> bytes:
     """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged."""
     step = evaluations.step_of_evaluation(saved)
-    EVALUATION_FIGURES[name](path, evaluations.load_evaluation(saved), f"step {step:,}")
+    return EVALUATION_FIGURES[name](evaluations.load_evaluation(saved), f"step {step:,}")
 
 
-def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
+def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
     """Draw the confusion matrix as shares of each class; of many classes the most confused ones.
 
     The cells of a small matrix have the numbers of images. In a large one, colours grow with the
@@ -125,10 +96,8 @@ def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     has_numbers = len(shown) <= _MAX_NUMBERS
     figure = _figure(6.5, 6)
     axes = figure.subplots()
-    norm = PowerNorm(1 if has_numbers else 0.5, 0, 1)
-    figure.colorbar(
-        axes.imshow(shares, cmap="Blues", norm=norm), label="share of the true class's images", shrink=0.8
-    )
+    colours = axes.imshow(shares, cmap="Blues", norm=PowerNorm(1 if has_numbers else 0.5, 0, 1))
+    figure.colorbar(colours, label="share of the true class's images", shrink=0.8)
     part = f" of the worst {len(shown)} of {num_classes:,} classes" if len(shown) < num_classes else ""
     axes.set_title(f"confusion matrix{part}, {title}\n{images[shown].sum():,} images", fontsize=10)
     axes.set_xlabel("predicted class")
@@ -139,14 +108,12 @@ def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     axes.set_yticks(ticks, names, **_style(7))
     if has_numbers:
         for row, column in np.argwhere(numbers):
-            colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(
-                column, row, f"{numbers[row, column]:,}", ha="center", va="center", color=colour, fontsize=8
-            )
-    figure.savefig(path, dpi=120)
+            style = {"color": "white" if shares[row, column] > 0.5 else "black", "fontsize": 8}
+            axes.text(column, row, f"{numbers[row, column]:,}", ha="center", va="center", **style)
+    return _png(figure)
 
 
-def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
+def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
     """Draw the accuracy of each class that has images; of many classes the worst ones."""
     num_classes = len(evaluation.classes)
     recalls = evaluation.predictions.lowest_recalls(num_classes, num_classes)
@@ -155,36 +122,34 @@ def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     axes = figure.subplots()
     bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
     axes.bar_label(bars, [f"{correct:,}/{images:,}" for _, correct, images in shown], padding=3, fontsize=7)
-    axes.set_yticks(
-        range(len(shown)), [drawn_name(evaluation.classes[row[0]], row[0]) for row in shown], **_style(7)
-    )
+    names = [drawn_name(evaluation.classes[label], label) for label, _, _ in shown]
+    axes.set_yticks(range(len(shown)), names, **_style(7))
     axes.set_xlim(0, 1.15)
     axes.set_xlabel("correct images / images of the class", fontsize=8)
     part = (
         f"the worst {len(shown)} of {len(recalls):,} classes" if len(shown) < len(recalls) else "each class"
     )
-    if len(recalls) < num_classes:
-        part += f" with images ({len(recalls):,} of {num_classes:,})"
     axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
-    figure.savefig(path, dpi=120)
+    return _png(figure)
 
 
-def draw_reliability(path: Path, evaluation: SavedEvaluation, title: str) -> None:
+def draw_reliability(evaluation: SavedEvaluation, title: str) -> bytes:
     """Draw the accuracy of each bin of confidences beside its mean confidence, and its images."""
     images, correct, confidence = evaluation.predictions.calibration()
     used = np.flatnonzero(images)
     centres, width = (used + 0.5) / len(images), 0.9 / len(images)
-    accuracy = correct[used] / images[used]
+    accuracy, mean_confidence = (
+        correct[used] / images[used],
+        confidence[used] / CONFIDENCE_UNIT / images[used],
+    )
     figure = _figure(5, 5)
     above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
     above.plot((0, 1), (0, 1), color="gray", linestyle="--", linewidth=0.8, label="calibrated")
     above.bar(centres, accuracy, width=width, label="accuracy")
-    mean_confidence = confidence[used] / CONFIDENCE_UNIT / images[used]
     above.plot(
         mean_confidence, accuracy, "o", color="tab:orange", markersize=4, label="at its mean confidence"
     )
     above.set_ylabel("correct images / images", fontsize=8)
-    above.set_ylim(0, 1.02)
     above.legend(fontsize=8, loc="upper left")
     error = evaluation.predictions.calibration_error()
     number = "" if error is None else f"\nexpected calibration error {error:.4f}, {len(images)} bins"
@@ -193,60 +158,19 @@ def draw_reliability(path: Path, evaluation: SavedEvaluation, title: str) -> Non
     below.set_yscale("log")
     below.set_ylabel("images (log)", fontsize=8)
     below.set_xlabel("confidence: the probability of the predicted class", fontsize=8)
-    below.set_xlim(0, 1)
-    figure.savefig(path, dpi=120)
+    return _png(figure)
 
 
-def draw_mistakes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
-    """Draw the most confident mistakes, or write no file if there are none."""
-    tiles = []
-    for pixels, *labels, confidence in evaluations.shown_mistakes(evaluation):
-        predicted, true = (
-            drawn_name(evaluation.classes[label], label, _CAPTION_CHARACTERS) for label in labels
-        )
-        tiles.append(Tile(pixels, f"predicted {predicted} ({confidence:.2f})\ntrue {true}"))
-    if tiles:
-        draw_contact_sheet(path, tiles, f"most confident mistakes (probability of the wrong class), {title}")
+EVALUATION_FIGURES = {"confusion": draw_confusion, "classes": draw_classes, "reliability": draw_reliability}
+"""The figures of one evaluation: functions of it and of the end of a title that return a PNG."""
 
 
-class Tile(NamedTuple):
-    pixels: NDArray[np.uint8]
-    """[3, H, W]."""
-    caption: str
+def drawn_name(name: str, label: int) -> str:
+    """Return the name of a class as it is drawn, in characters that the font has.
 
-
-def draw_contact_sheet(file: Path | BinaryIO, tiles: list[Tile], title: str = "") -> None:
-    """Write images in a grid, each with its caption below, as a PNG file. Raises OSError."""
-    columns = min(_SHEET_COLUMNS, max(4, len(tiles)))  # narrower ones have no room for the title
-    rows = -(-len(tiles) // columns)
-    figure = _figure(columns * _TILE_INCHES, rows * (_TILE_INCHES + 0.25) + 0.3)
-    if title:
-        figure.suptitle(drawn_name(title, width=_TITLE_CHARACTERS), **_style(9))
-    cells = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in cells:
-        axes.axis("off")
-    for axes, tile in zip(cells, tiles, strict=False):
-        axes.imshow(tile.pixels.transpose(1, 2, 0))
-        axes.text(0.5, -0.04, tile.caption, transform=axes.transAxes, ha="center", va="top", **_style(6))
-    figure.savefig(file, dpi=120)
-
-
-EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]]
-EVALUATION_FIGURES = {
-    "confusion": draw_confusion, "classes": draw_classes, "reliability": draw_reliability, "mistakes": draw_mistakes,
-}  # fmt: skip
-"""The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
-
-
-def drawn_name(name: str, label: int | None = None, width: int = _NAME_CHARACTERS) -> str:
-    """Return a name as it is drawn: at most `width` characters, all of which the font has.
-
-    A class whose name has others is drawn as `class 3`, by its label; other text is escaped.
+    A class whose name has others is drawn as `class 3`, by its label.
     """
-    name = " ".join(name.split())
-    if not _drawable().issuperset(name):
-        name = ascii(name)[1:-1] if label is None else f"class {label}"
-    return shorten(name, width)
+    return shorten(name, 24) if _drawable().issuperset(" ".join(name.split())) else f"class {label}"
 
 
 def _style(size: float) -> dict[str, Any]:
@@ -266,3 +190,9 @@ def _figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure((width, height), layout="constrained")
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=120)
+    return buffer.getvalue()

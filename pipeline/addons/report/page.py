@@ -54,11 +54,11 @@ def render_page(folder: RunFolder) -> str:
     from jinja2 import Environment, StrictUndefined
 
     parts: dict[str, Callable[[RunFolder], Any]] = {
-        "summary": _summary, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
+        "summary": summarise, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
         "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
         "reliability diagram": _drawn("reliability"), "mistakes": _mistakes, "augmentation": _augmented,
-        "time budget": _time_budget, "evaluations": _evaluations,
-        "receipt": _facts, "commands": _commands, "configuration": _configuration,
+        "time budget": _time_budget, "receipt": make_receipt,
+        "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
     shown: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -67,42 +67,15 @@ def render_page(folder: RunFolder) -> str:
             shown[name.replace(" ", "_")] = make(folder)
         except Exception as error:  # whatever is damaged: the rest is shown
             shown[name.replace(" ", "_")] = None
-            left_out[name] = _reason(error)
+            left_out[name] = f"{type(error).__name__}: {error}"
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["number"] = lambda value: "–" if value is None else f"{value:.4f}"
+    environment.filters["utc"] = lambda ms: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(ms // 1000))
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text: str = template.render(title=folder.path.absolute().name, left_out=left_out, **shown)
     return text.encode(errors="replace").decode()  # the name of a folder may not be valid Unicode
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{Path(error.filename or '').name}: {error.strerror or error}"
-    return f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-
-
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    run = summarise(folder)
-    receipt, best = run["receipt"], run["best"]
-    return run | {
-        "figures": _figures(receipt),
-        "best": {"top1": _number(best["top1"]), "step": f"{best['step']:,}"} if best else None,
-        "began": _utc(run["began"]),
-        "ended": _utc(run["ended"]),
-    }
-
-
-def _figures(receipt: dict[str, Any]) -> dict[str, str]:
-    """Return the figures of the done line, or those of the last evaluation by the same names."""
-    if receipt["done"]:
-        return dict(word.split("=", 1) for word in receipt["done"].split()[1:])
-    if not receipt["evaluations"]:
-        return {}
-    last = receipt["evaluations"][-1]
-    figures = {"step": f"{last['step']}", "epoch": f"{last['step'] / receipt['plan']['steps_per_epoch']:.4g}"}
-    figures |= {name: _number(last[name]) for name in ("top1", "top5")}
-    return figures | {name: last[name] for name in ("images", "weights")}
 
 
 def _drawn(name: str) -> Callable[[RunFolder], str]:
@@ -123,7 +96,7 @@ def _mistakes(folder: RunFolder) -> list[Tile]:
     names = evaluation.classes
     return [
         _tile(pixels, f"predicted {names[predicted]} ({confidence:.2f})", f"true {names[true]}")
-        for pixels, predicted, true, confidence in evaluations.shown_mistakes(evaluation)
+        for pixels, predicted, true, confidence in evaluation.shown_mistakes()
     ]
 
 
@@ -148,39 +121,14 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
     seconds: dict[str, float] = defaultdict(float)
     for row, _ in read(folder.journal):
         metrics = row.get("metrics", {})
-        if "time/epoch_s" in metrics:
-            for key, value in metrics.items():
-                if match := re.fullmatch(r"time/(\w+)(?<!_per)_s", key):
-                    seconds[match[1]] += value
+        for key, value in metrics.items() if "time/epoch_s" in metrics else ():
+            if match := re.fullmatch(r"time/(\w+)(?<!_per)_s", key):
+                seconds[match[1]] += value
     total = seconds.pop("epoch", 0)
     if not total:
         raise ValueError("no epoch is complete yet")
     rows = sorted(seconds.items(), key=lambda item: -item[1])
     return [(entry.replace("_", " "), f"{value:,.1f} s", 100 * value / total) for entry, value in rows]
-
-
-def _evaluations(folder: RunFolder) -> list[list[Any]]:
-    rows = make_receipt(folder)["evaluations"]
-    if not rows:
-        raise ValueError("no evaluation yet")
-    keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
-    return [
-        [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]]
-        for row in rows
-    ]
-
-
-def _facts(folder: RunFolder) -> dict[str, Any]:
-    """Return the facts of the last start, the digest of the data, and every start."""
-    receipt = make_receipt(folder)
-    starts = receipt["starts"]
-    facts = {"run": receipt["run"], "data": receipt["data"], **starts[-1]}
-    del facts["step"]
-    names = ("world", "device", "commit", "version")
-    return {
-        "facts": {name.replace("_", " "): value for name, value in facts.items() if value is not None},
-        "starts": [[f"{start['step']:,}", *(start.get(name, "") for name in names)] for start in starts],
-    }
 
 
 def _commands(folder: RunFolder) -> dict[str, str | None]:
@@ -197,11 +145,3 @@ def _commands(folder: RunFolder) -> dict[str, str | None]:
 
 def _configuration(folder: RunFolder) -> str:
     return without_password(folder.config.read_text(encoding="utf-8"))
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def _utc(milliseconds: int | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(milliseconds // 1000)) if milliseconds else ""

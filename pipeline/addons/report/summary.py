@@ -10,7 +10,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events
 
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
-_FACTS = ("commit", "image", "image_id", "torch", "device")
 
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
@@ -27,6 +26,8 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         f" {count_of(plan['world'], 'process', 'es')}, {config['train']['precision']}",
         "status": _STATUS.get(last.get("status", ""), "running or killed"),
         "line": last.get("line", ""),
+        # those of the done line
+        "figures": dict(word.split("=", 1) for word in (receipt["done"] or "").split()[1:]),
         "best": max(finite, key=rank, default=None),
         "began": rows[0]["time"] if rows else None,
         "ended": last["time"] if "status" in last else None,
@@ -43,23 +44,17 @@ def repeat_command(world: int, config: str = "config.yaml", run_dir: str = "runs
 def describe_run(folder: RunFolder, config: Config) -> str:
     """Return the description that MLflow shows above a run, in Markdown."""
     run = summarise(folder)
-    receipt = run["receipt"]
-    starts = receipt["starts"]
+    starts, best = run["receipt"]["starts"], run["best"]
     status = run["status"] + (f", after {len(starts)} starts" if len(starts) > 1 else "")
     paragraphs = [
         f"**{run['recipe']}**: {run['what']}.",
-        f"{status}: `{run['line']}`" if run["line"] else f"{status}.",
+        f"{status}: `{run['line']}`" if run["line"] else status,
     ]
-    if best := run["best"]:
+    if best:
         paragraphs.append(
             f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images)."
         )
-    facts = {"data": receipt["data"]} | {
-        name: starts[-1][name] for name in _FACTS if starts and name in starts[-1]
-    }
-    rows = [f"| {name.replace('_', ' ')} | `{value}` |" for name, value in facts.items()]
-    paragraphs.append("\n".join(["| | |", "| --- | --- |", *rows]))
-    command = repeat_command(receipt["plan"]["world"])
+    command = repeat_command(run["receipt"]["plan"]["world"])
     paragraphs += ["To repeat it, with the file `config.yaml` from the artifacts:", f"```\n{command}\n```"]
     if config.is_deterministic:
         paragraphs.append(
