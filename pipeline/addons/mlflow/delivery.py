@@ -180,13 +180,12 @@ class Delivery:
         """Return True if the server had this point when the run was opened."""
         if step > run.last_steps.get(key, -1):
             return False
-        if key.startswith(MEASURED):
-            return True
         if key not in self._history:
             points = run.client.get_metric_history(run.run_id, key)
             points.sort(key=lambda point: point.timestamp)
             self._history[key] = {point.step: point.value for point in points}
-        return self._history[key].get(step) == value
+        known = self._history[key]
+        return step in known if key.startswith(MEASURED) else known.get(step) == value
 
     def _send(self, run: MlflowRun, metrics: list[Any], row: dict[str, Any], end: int) -> None:
         """Send metrics, and the event in `row` if it is one. The journal has them up to `end`."""
