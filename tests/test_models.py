@@ -316,7 +316,13 @@ def test_wrong_models_are_refused_in_one_line(package: Path, monkeypatch: pytest
 
 
 def check(arch: str, world: int, *more: str) -> None:
-    words = ["data.source=synthetic", f"model.arch={arch}", "augment.size=32", "batch.global=8", "run.device=cpu"]
+    words = [
+        "data.source=synthetic",
+        f"model.arch={arch}",
+        "augment.size=32",
+        "batch.global=8",
+        "run.device=cpu",
+    ]
     config, here = load("digits", [*words, *more]), World(size=world, local_size=world)
     plan = make_plan(config, here, DataSize(80, 8, 4))
     check_model_builds(config, plan, here, is_resumed=True)
@@ -431,7 +437,13 @@ def test_first_weights_come_from_a_file_and_a_file_without_weights_executes_noth
 @pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param("lamb", marks=pytest.mark.long), "muon"])
 def test_an_optimizer_of_timm_resumes_to_the_bit_and_is_exact(name: str, tmp_path: Path) -> None:
-    arguments = ["digits", *TRAINING, f"optimizer.name={name}", "model.arch=shufflenet_v2_x0_5", "run.exact=true"]
+    arguments = [
+        "digits",
+        *TRAINING,
+        f"optimizer.name={name}",
+        "model.arch=shufflenet_v2_x0_5",
+        "run.exact=true",
+    ]
     uninterrupted = assert_resumes(tmp_path, [*arguments, "exact.shards=2"], 11)
     alone = Job(tmp_path / "alone", [*arguments, "exact.shards=2"])
     assert alone.run_in_forks().done["weights"] == uninterrupted.run_in_forks().done["weights"]

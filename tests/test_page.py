@@ -46,7 +46,14 @@ def folder(tmp_path: Path) -> Path:
     pixels = np.zeros((1, 3, 8, 8), np.uint8)
     save_evaluation(run, 28, SavedEvaluation(predictions, CLASSES, np.array([1]), pixels))
     save_augmented(run, pixels, CLASSES[:1])
-    evaluated = {"step": 28, "weights": "sha256:4f0c", "top1": 2 / 3, "top5": 0.98, "loss": 0.5, "images": "3/3"}
+    evaluated = {
+        "step": 28,
+        "weights": "sha256:4f0c",
+        "top1": 2 / 3,
+        "top5": 0.98,
+        "loss": 0.5,
+        "images": "3/3",
+    }
     tags = {"world": 2, "epochs": 2, "data": "1f2e", "version": "0.2", "device": "<b>GPU</b>"}
     times = {"time/epoch_s": 8.0, "time/data_s": 6.0, "time/copy_s": 2.0, "time/images_per_s": 300.0}
     rows = [
@@ -92,7 +99,8 @@ def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None
     for name in CLASSES[:2]:
         assert name in page.texts, "a class's name is text"
     assert "<b>GPU</b>" in page.texts
-    assert not {tag for tag, _ in page.elements} & set("script link iframe object a base form".split())
+    forbidden = {"script", "link", "iframe", "object", "a", "base", "form"}
+    assert not {tag for tag, _ in page.elements} & forbidden
     assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img"))
     assert len(page.all("img")) == 6, "four pictures, a mistake and an augmented image"
     names = {name for _, attributes in page.elements for name in attributes}

@@ -38,12 +38,14 @@ def save_run(folder: Path, scale: float = 1, classes: list[Any] = CLASSES) -> Pa
 
 
 def predict_probabilities(checkpoint: Path, files: list[Path]) -> torch.Tensor:
-    """Return the probabilities, [N, 10], that torchvision alone gives with a checkpoint's weights."""
+    """Return the probabilities, [N, 10], of torchvision's model with a checkpoint's weights."""
     model = get_model(ARCH, num_classes=10).eval()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files])
     with torch.inference_mode():
-        return softmax(model(normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1)
+        return softmax(
+            model(normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1
+        )
 
 
 def test_the_predictions_are_those_of_the_model(

@@ -27,13 +27,17 @@ def test_a_run_starts_with_the_weights_of_another_and_frozen_ones_stay_bit_ident
     other = ["data.source=synthetic", "data.num_classes=7", "data.num_images=96"]
     no_training = ["train.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup=0"]
     init = f"model.init={first.folder}"
-    second = Job(tmp_path / "second", ["digits", *SMALL, *other, "data.workers=0", *no_training, init], nproc=2)
+    second = Job(
+        tmp_path / "second", ["digits", *SMALL, *other, "data.workers=0", *no_training, init], nproc=2
+    )
     result = second.run_in_forks()
     assert result.code == 0, result.err
     assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in result.err
     after = decode(read_verified(second.checkpoints()[-1]), second.folder)["model"]
     assert after["fc.weight"].shape[0] == 7
-    names = [name for name in before if not name.startswith("fc.") and "running" not in name and "num_" not in name]
+    names = [
+        name for name in before if not name.startswith("fc.") and "running" not in name and "num_" not in name
+    ]
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in names)
 
     words += [init, "model.freeze=backbone", "train.epochs=1", "evaluate.every=6 steps", "run.seed=1"]

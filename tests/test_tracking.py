@@ -22,7 +22,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import SHARING, Job, Result, children, command_line, environment, free_port, kill, quick, read_rows
+from harness import (
+    SHARING,
+    Job,
+    Result,
+    children,
+    command_line,
+    environment,
+    free_port,
+    kill,
+    quick,
+    read_rows,
+)
 from mlflow.entities import LoggedModelStatus
 from server import Gateway, Server, give_up_quickly, tracked_job
 from test_predict import predict_probabilities
@@ -93,7 +104,9 @@ def test_a_bad_server_changes_nothing_and_gets_the_run_later(
     (line,) = [line for line in tracked.result.err.splitlines() if "MLflow" in line]
     assert "pipeline sync" in line
     assert "Traceback" not in tracked.result.err
-    print(f"{kind}: {tracked.late:.1f} s from the last row to the exit, without a tracker {without.late:.1f} s")
+    print(
+        f"{kind}: {tracked.late:.1f} s from the last row to the exit, without a tracker {without.late:.1f} s"
+    )
     assert tracked.late <= without.late + 10 * SHARING
     tracked.job.wait_gone(1)
     assert delivered[kind].code == 0, delivered[kind].err
@@ -200,7 +213,9 @@ def check_story(server: Server, run: Job, report: set[str]) -> tuple[dict[str, s
     assert figures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
     assert {Path(file.path).name for file in client.list_artifacts(found.info.run_id, "report")} == report
     page = client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder))
-    assert Path(page).read_text() == (run.folder / "report" / "index.html").read_text(), "that of the finished run"
+    assert Path(page).read_text() == (run.folder / "report" / "index.html").read_text(), (
+        "that of the finished run"
+    )
     note = found.data.tags["mlflow.note.content"]
     assert "finished: `done step=8" in note
     assert "pipeline train config.yaml" in note
@@ -224,7 +239,9 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     run = job(
         tmp_path / "outage", digits, good.uri, "train.epochs=1000", "train.max_steps=none", *rarely
     ).start()
-    run.wait_until(lambda: good.runs(run) and good.run_of(run).data.metrics, "first point on the server", pause=0.3)
+    run.wait_until(
+        lambda: good.runs(run) and good.run_of(run).data.metrics, "first point on the server", pause=0.3
+    )
     down = 1000 * time.time()
     good.kill()
     time.sleep(outage)
@@ -479,7 +496,11 @@ def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
 @contextmanager
 def bad_servers() -> Iterator[dict[str, str]]:
     """Start a server of each bad kind and yield their addresses."""
-    answers = {"500": "500 broken", "401": '401 {"error_code": "UNAUTHENTICATED"}', "malformed": '200 {"a": ['}
+    answers = {
+        "500": "500 broken",
+        "401": '401 {"error_code": "UNAUTHENTICATED"}',
+        "malformed": '200 {"a": [',
+    }
     silent = socket.create_server(("127.0.0.1", 0))  # the kernel accepts connections, and nobody replies
     with ExitStack() as running:
         uris = {"absent": f"http://127.0.0.1:{free_port()}"}
@@ -516,18 +537,14 @@ def test_a_commit_is_that_of_the_package_and_marks_uncommitted_changes(
     (package / "addons/ops").mkdir(parents=True)
     monkeypatch.setattr(provenance, "__file__", str(package / "addons/ops/provenance.py"))
 
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
     def commit(file: str) -> str:
         (tmp_path / file).write_text("x\n")
-        git("add", file)
-        git("commit", "-m", "a commit")
-        return git("rev-parse", "HEAD")
+        git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+        for words in (["init"], ["add", file], ["commit", "-m", "a commit"], ["rev-parse", "HEAD"]):
+            done = subprocess.run([*git, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
 
     assert provenance._commit() is None
-    git("init")
     commit("theirs.py")
     (package / "__init__.py").write_text("")
     assert provenance._commit() is None, "installed inside another project"

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,6 @@ from pipeline.record.journal import read
 FILE_NAME = "index.html"
 _TEMPLATE = Path(__file__).with_name("page.html")
 _CONFUSIONS = 10  # rows in the table of frequent confusions
-
-
-class Tile(NamedTuple):
-    """A small image."""
-
-    uri: str
-    captions: tuple[str, ...]
 
 
 def write_page(folder: RunFolder) -> Path:
@@ -91,7 +84,7 @@ def _confusions(folder: RunFolder) -> list[tuple[str, str, int]]:
     return [(names[true], names[predicted], images) for true, predicted, images in pairs]
 
 
-def _mistakes(folder: RunFolder) -> list[Tile]:
+def _mistakes(folder: RunFolder) -> list[dict[str, Any]]:
     evaluation = evaluations.last_evaluation(folder.report)
     names = evaluation.classes
     return [
@@ -100,16 +93,17 @@ def _mistakes(folder: RunFolder) -> list[Tile]:
     ]
 
 
-def _augmented(folder: RunFolder) -> list[Tile]:
+def _augmented(folder: RunFolder) -> list[dict[str, Any]]:
     return list(map(_tile, *evaluations.load_augmented(folder.report)))
 
 
-def _tile(pixels: NDArray[np.uint8], *captions: str) -> Tile:
+def _tile(pixels: NDArray[np.uint8], *captions: str) -> dict[str, Any]:
+    """Return a small image, [3, H, W], and its captions."""
     from PIL import Image
 
     buffer = io.BytesIO()
     Image.fromarray(pixels.transpose(1, 2, 0)).save(buffer, "PNG")
-    return Tile(_data_uri(buffer.getvalue()), captions)
+    return {"uri": _data_uri(buffer.getvalue()), "captions": captions}
 
 
 def _data_uri(png: bytes) -> str:
