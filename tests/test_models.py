@@ -17,7 +17,6 @@ from torchvision import models
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models import pretrained
-from pipeline.addons.models.pretrained import freeze
 from pipeline.addons.ops.model import check_model_builds, check_shapes
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
@@ -93,12 +92,6 @@ def tied(num_classes):
     return net
 
 
-def undecided(num_classes, tensors=False):
-    net = Net(num_classes, 8, 0.2)
-    net.no_weight_decay = lambda: {net.head.weight} if tensors else None
-    return net
-
-
 def grouped(num_classes, detached=False):
     net = idle(num_classes)
 
@@ -108,12 +101,6 @@ def grouped(num_classes, detached=False):
         return logits.detach() if detached else logits
 
     net.forward = forward
-    return net
-
-
-def classified(num_classes):
-    net = Net(num_classes, 8, 0.2)
-    net.get_classifier = lambda name: getattr(net, name)
     return net
 
 
@@ -345,15 +332,6 @@ def test_a_weight_without_a_gradient_is_refused_where_ddp_would_wait_for_it(
     check("mynet:grouped", 2, "model.args.detached=true")  # no gradient at all: DDP itself reports it
 
 
-def test_a_wrong_list_of_weights_that_do_not_decay_is_refused(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(package)
-    for tensors in ("false", "true"):
-        with pytest.raises(RequestError, match="no_weight_decay of Net gives a "):
-            check("mynet:undecided", 1, f"model.args.tensors={tensors}")
-
-
 def test_tied_weights_are_exported(package: Path, tmp_path: Path) -> None:
     words = ["digits", *TRAINING, "model.arch=mynet:tied", "train.max_steps=1"]
     job = Job(tmp_path / "run", words, env={"PYTHONPATH": str(package)})
@@ -393,19 +371,6 @@ def test_a_model_names_the_weights_that_do_not_decay() -> None:
     assert decayed_names(model) == {"weight"}
     model.no_weight_decay = {"w*"}  # type: ignore[assignment]
     assert decayed_names(model) == set()
-
-
-def test_with_a_frozen_backbone_every_classifier_is_trained(
-    package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(package)
-    deit = Model(arch="timm/deit_tiny_distilled_patch16_224", args={"img_size": 32})
-    own = load("digits", ["data.root=x", "model.arch=mynet:classified"]).model
-    for options, heads in ((deit, ("head", "head_dist")), (own, ("head",))):
-        model = build(options, 10)
-        freeze(model, "backbone")
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        assert trained == {f"{head}.{part}" for head in heads for part in ("weight", "bias")}
 
 
 def test_first_weights_come_from_a_file_and_a_file_without_weights_executes_nothing(tmp_path: Path) -> None:

@@ -49,10 +49,12 @@ def test_a_run_starts_with_the_weights_of_another_and_frozen_ones_stay_bit_ident
 
 def test_with_a_frozen_backbone_only_the_head_is_trained() -> None:
     transformer = models.VisionTransformer(32, 16, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
-    for model, head in ((models.resnet18(), "fc"), (transformer, "heads.head")):
+    deit = build(Model(arch="timm/deit_tiny_distilled_patch16_224", args={"img_size": 32}), 10)
+    cases = ((models.resnet18(), ("fc",)), (transformer, ("heads.head",)), (deit, ("head", "head_dist")))
+    for model, heads in cases:
         freeze(model, "backbone")
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        assert trained == {f"{head}.weight", f"{head}.bias"}
+        assert trained == {f"{head}.{part}" for head in heads for part in ("weight", "bias")}
 
 
 def test_what_cannot_be_frozen_or_fetched_is_refused_in_one_line(tmp_path: Path, digits: Path) -> None:

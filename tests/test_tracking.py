@@ -39,10 +39,9 @@ from server import Gateway, Server, give_up_quickly, tracked_job
 from test_predict import predict_probabilities
 from torchvision.transforms.functional import resize
 
-from pipeline.addons.ops import provenance
 from pipeline.config.load import RECIPES, load
 from pipeline.data.images import decode
-from pipeline.record.journal import Journal, Trace, read
+from pipeline.record.journal import Journal, read
 
 # no server, a server that replies with errors, a server that never replies; the others with --full
 QUICK = ("absent", "500", "silent")
@@ -313,12 +312,8 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
 @pytest.mark.full
 def test_the_last_delivery_may_take_longer_than_run_timeout(tmp_path: Path, digits: Path) -> None:
     with bad_servers() as uris:  # a silent server is given up after 7 s
-        words = (digits, uris["silent"], "run.timeout=5")
-        result = job(tmp_path / "run", *words, nproc=2).start().wait()
-        required = job(tmp_path / "required", *words, "track.required=true", nproc=2).start().wait()
+        result = job(tmp_path / "run", digits, uris["silent"], "run.timeout=5", nproc=2).start().wait()
     assert (result.code, result.done["step"]) == (0, "8"), result.err
-    assert required.code == 2
-    assert required.error.startswith("track.required=true and MLflow at http://127.0.0.1:")
 
 
 def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, digits: Path) -> None:
@@ -432,26 +427,6 @@ loop.save = lambda trainer, **rest: os.kill(os.getpid(), 9) if trainer.state.ste
     assert client.get_run(found.info.run_id).data.metrics["val/loss"] == 7.5
 
 
-def test_rows_that_a_full_disk_refuses_are_written_once_there_is_room(small_disk: Path) -> None:
-    lines: list[str] = []
-    journal, trace = Journal(small_disk / "journal.jsonl", lines.append), Trace(small_disk / "trace.jsonl", 0)
-    (small_disk / "filler").write_bytes(bytes(48 << 10))  # leaves two of sixteen pages for the two files
-    for step in range(1, 101):
-        journal.log_metrics(step, {"loss": step / 7})
-        trace.append(step, 0, list(range(50)), "0" * 64)
-        seen = read_rows(small_disk / "journal.jsonl")
-        assert [row["step"] for row in seen if "step" in row] == list(range(1, len(seen)))
-    assert len(read_rows(small_disk / "trace.jsonl")) < 100
-    assert len(lines) == 1
-    assert "No space left" in lines[0]
-    (small_disk / "filler").unlink()
-    journal.log_event("ended")
-    trace.append(101, 0, [], "")
-    assert [row["step"] for row in read_rows(small_disk / "journal.jsonl")[1:-1]] == list(range(1, 101))
-    assert [row["step"] for row in read_rows(small_disk / "trace.jsonl")] == list(range(1, 102))
-    assert len(lines) == 1
-
-
 def assert_complete(server: Server, job: Job) -> None:
     """Check that the server has the run once and finished, with all points, files and its model."""
     run = server.run_of(job)
@@ -528,28 +503,3 @@ def test_a_key_changed_by_a_resume_is_a_tag_next_to_the_first_parameter(tmp_path
         assert run.data.params["train.epochs"] == "2"
         assert run.data.tags.get("train.epochs", "2") == str(epochs)
         assert not [key for key in run.data.tags if key.startswith("data.")], "what did not change has no tag"
-
-
-def test_a_commit_is_that_of_the_package_and_marks_uncommitted_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = tmp_path / "pipeline"
-    (package / "addons/ops").mkdir(parents=True)
-    monkeypatch.setattr(provenance, "__file__", str(package / "addons/ops/provenance.py"))
-
-    def commit(file: str) -> str:
-        (tmp_path / file).write_text("x\n")
-        git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-        for words in (["init"], ["add", file], ["commit", "-m", "a commit"], ["rev-parse", "HEAD"]):
-            done = subprocess.run([*git, *words], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    assert provenance._commit() is None
-    commit("theirs.py")
-    (package / "__init__.py").write_text("")
-    assert provenance._commit() is None, "installed inside another project"
-    last = commit("pipeline/__init__.py")
-    (tmp_path / "theirs.py").write_text("changed, and no part of the package\n")
-    assert provenance._commit() == last
-    (package / "new.py").write_text("x = 1\n")
-    assert provenance._commit() == f"{last}-dirty"

@@ -49,7 +49,12 @@ class ToMLflow(Listener):
 
     def error(self) -> RunError | None:
         """Return None once MLflow is reached, or the error if it is not at the first attempt."""
-        return self._sender.wait_until_ready() if self._sender else None
+        try:
+            if self._sender:
+                self._sender.wait_until_ready()
+        except RunError as error:
+            return error
+        return None
 
     def closed(self, end: End) -> None:
         if self._sender and not self._sender.close(self._log, end.seconds_left):
@@ -76,17 +81,17 @@ class Sender:
                 start_new_session=True,
             )  # fmt: skip
 
-    def wait_until_ready(self) -> RunError | None:
-        """Return None when the server was reached, or the error of the first attempt."""
+    def wait_until_ready(self) -> None:
+        """Return when the server was reached. Raises RequestError if the first attempt failed."""
         assert self._process.stdout is not None
         answer = ""
         if select.select([self._process.stdout], [], [], _READY_TIMEOUT_S)[0]:
             answer = self._process.stdout.readline().decode(errors="replace").strip()
         if answer == READY:
-            return None
+            return
         self._process.kill()  # nothing was recorded yet, and a first attempt may take minutes
         self._process.wait()
-        return RequestError(
+        raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
             f" ({answer or f'no answer, see {self._folder.sync_log}'})",
             "start it, correct track.uri, or train without it, with track.required=false",

@@ -44,7 +44,7 @@ def open_validation(
         )
     if config.data.source == "synthetic":
         source = open_source(config)
-        _check_classes(source.classes, contents["classes"])
+        _check_classes(config, source.classes, contents["classes"])
         return source, f"{len(source.val):,} synthetic images"
     if config.data.source == "pack":
         return _of_pack(config, contents)
@@ -101,7 +101,7 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
         )
     if not len(index.val):
         raise RequestError(f"data.root={place} holds no image to evaluate the model on")
-    _check_classes(index.classes, classes)
+    _check_classes(config, index.classes, classes)
     known = {class_of(name): label for label, name in enumerate(classes)}
     labels = np.array([known[class_of(name)] for name in index.classes], np.int32)
     index = replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
@@ -109,9 +109,12 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
     return source_from_index(place, index, config), description
 
 
-def _check_classes(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
+def _check_classes(config: Config, names: tuple[str, ...], classes: tuple[str, ...]) -> None:
     """Raise RequestError for a class of the data that is none of the model's `classes`."""
     known = {class_of(name) for name in classes}
     if unknown := sorted(name for name in names if class_of(name) not in known):
-        shown = f"{list_first(unknown, 5)}: it knows {list_first(list(classes), 3)}"
-        raise RequestError(f"the data has classes that the model does not know: {shown}", "give other data")
+        raise RequestError(
+            f"data.source={config.data.source} has classes that the model does not know:"
+            f" {list_first(unknown, 5)}; it knows {list_first(list(classes), 3)}",
+            "give other data",
+        )
