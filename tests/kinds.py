@@ -3,7 +3,6 @@
     python tests/kinds.py                           print all digests
     python tests/kinds.py --check docs/receipts/kinds.md  compare them with the page
     python tests/kinds.py --write docs/receipts/kinds.md  and add this machine to it, if it is new
-    python tests/kinds.py --first Muon              print each operation, to diff two machines
 
 Further options: `--cpu Haswell` computes in qemu-x86_64, as that model; `--quick` leaves out what
 takes long there; `--new` has `--write` replace the constants. One process computes all kinds,
@@ -13,11 +12,14 @@ because the imports take most of the time in qemu.
 import argparse
 import hashlib
 import os
+import platform
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from pipeline import portable
 
@@ -26,11 +28,14 @@ if __name__ == "__main__":
 
 import torch
 from kinds_list import KINDS
-from kinds_page import Machine, Page, this_machine
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.randomness import configure_torch
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg")
+EXTENSIONS = ("avx2", "fma3", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16")
+CONSTANTS = "| kind | digest |\n| --- | --- |\n"
+MACHINES = "| CPU | vector extensions | caches L1d, L2 | torch | seen |\n| --- | --- | --- | --- | --- |\n"
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -41,54 +46,60 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def prepare() -> None:
-    """Set torch up as a portable run does."""
+def software() -> str:
+    """Return the row of the packages, and the C library, on which the bits may depend."""
+    versions = [f"{package} {version(package).partition('+')[0]}" for package in PACKAGES]
+    return f"| software | {', '.join([*versions, ' '.join(platform.libc_ver())])} |"
+
+
+def this_machine(emulated: str = "") -> str:
+    """Return the row of this machine, without the date. emulated: the name of qemu's model."""
+    found = torch.cpu.get_capabilities()
+    extensions = " ".join(name for name in EXTENSIONS if found.get(name))
+    caches = ", ".join(f"{found.get(name, 0) >> 10:,} KiB" for name in ("l1d_cache_size", "l2_cache_size"))
+    if emulated:  # its /proc is the host's
+        text = subprocess.run(["qemu-x86_64", "--version"], capture_output=True, text=True, check=True).stdout
+        name = f"{emulated}, emulated by qemu {re.findall(r'version ([0-9]+.[0-9]+)', text)[0]}"
+    else:
+        lines = Path("/proc/cpuinfo").read_text()
+        model, family, number = (
+            re.findall(rf"^{key}\s*: (.*)$", lines, re.MULTILINE)[0]
+            for key in ("model name", "cpu family", "model")
+        )
+        name = f"{model} (family {family}, model {number})"
+    return f"| {name} | {extensions} | {caches} | {torch.__version__} |"
+
+
+def constants(page: Path) -> dict[str, str]:
+    """Return the digest of each kind that the page has."""
+    return dict(re.findall(r"^\| (.+) \| `([0-9a-f]{16})` \|$", page.read_text(), re.MULTILINE))
+
+
+def replace_rows(page: Path, head: str, rows: list[str]) -> None:
+    """Replace the rows of the page's table that begins with `head`."""
+    before, _, after = page.read_text().partition(head)
+    page.write_text(before + head + "".join(f"{row}\n" for row in rows) + re.sub(r"\A(\|.*\n)*", "", after))
+
+
+def compute(emulated: str, *, is_quick: bool) -> tuple[dict[str, str], str]:
+    """Return the digest of each kind, as a portable run computes it, and the machine's row."""
     portable.use_exact_roots()
     configure_torch(deterministic=True, precision="fp32", threads=1)
-
-
-def digests(*, is_quick: bool, in_qemu: bool) -> Iterator[tuple[str, str]]:
-    """Yield the name and the digest of each kind."""
-    prepare()
+    machine, found = this_machine(emulated), {}
     for name, kind in KINDS.items():
-        if (kind.is_quick or not is_quick) and (kind.runs_in_qemu or not in_qemu):
-            yield name, digest(kind.make())
+        if (kind.is_quick or not is_quick) and (kind.runs_in_qemu or not emulated):
+            found[name] = digest(kind.make())
+            print(f"{found[name]}  {name}", flush=True)
+    print(machine, flush=True)
+    return found, machine
 
 
-class _Trace(TorchDispatchMode):
-    """Prints each operation with the digest of its results, also those of backward passes."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        found = [
-            value
-            for value in (result if isinstance(result, tuple) else [result])
-            if isinstance(value, Tensor)
-        ]
-        if "empty" not in str(func):  # not set yet
-            print(func, [tuple(tensor.shape) for tensor in found], digest(found), flush=True)
-        return result
-
-
-def emulate(model: str, *, is_quick: bool) -> tuple[dict[str, str], Machine]:
-    """Return the digests that this script computes in qemu, and the emulated machine."""
+def emulate(model: str, *, is_quick: bool) -> tuple[dict[str, str], str]:
+    """Return what this script computes in qemu."""
     command = ["qemu-x86_64", "-cpu", model, sys.executable, __file__, "--emulated", model]
-    lines = []
-    with subprocess.Popen([*command, *["--quick"] * is_quick], stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            lines.append(line.rstrip("\n"))
-    if process.returncode or not lines:
-        raise SystemExit(f"{' '.join(command)} ended with exit code {process.returncode}")
-    machine, *rows = lines
-    return {name: found for found, _, name in (row.partition("  ") for row in rows)}, Machine(
-        *machine.split("; ")
-    )
-
-
-def differing(found: dict[str, str], page: Page) -> list[str]:
-    """Return the names of the kinds whose digest is not that of the page."""
-    return [name for name, value in found.items() if page.constants.get(name) != value]
+    done = subprocess.run([*command, *["--quick"] * is_quick], stdout=subprocess.PIPE, text=True, check=True)
+    *rows, machine = done.stdout.splitlines()
+    return {name: found for found, _, name in (row.partition("  ") for row in rows)}, machine
 
 
 def main() -> int:
@@ -98,37 +109,26 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="replace the page's constants")
     parser.add_argument("--quick", action="store_true", help="only kinds that take seconds in qemu")
     parser.add_argument("--cpu", metavar="MODEL", help="compute in qemu-x86_64, for example as Haswell")
-    parser.add_argument("--first", metavar="KIND", choices=KINDS, help="print each operation")
     parser.add_argument("--emulated", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.first:
-        prepare()
-        with _Trace():
-            list(KINDS[options.first].make())
+    make, model = (emulate, options.cpu) if options.cpu else (compute, options.emulated)
+    found, machine = make(model, is_quick=options.quick)
+    page = options.check or options.write
+    if not page:
         return 0
-    if options.cpu:
-        found, machine = emulate(options.cpu, is_quick=options.quick)
-    else:
-        machine, found = this_machine(options.emulated), {}
-        if options.emulated:
-            print("; ".join((machine.name, machine.extensions, machine.caches)), flush=True)
-        for name, value in digests(is_quick=options.quick, in_qemu=bool(options.emulated)):
-            found[name] = value
-            print(f"{value}  {name}", flush=True)
-    return compare(found, machine, options) if options.check or options.write else 0
-
-
-def compare(found: dict[str, str], machine: Machine, options: argparse.Namespace) -> int:
-    """Compare digests with the page, and write it if that was asked. Return the exit code."""
-    page = Page(options.check or options.write)
-    if options.write and options.new:
-        page.replace_constants(found)
-    if wrong := differing(found, page):
-        print(f"different from {page.software}, on {machine.name}: {', '.join(wrong)}")
+    if options.write and options.new:  # no machine has been seen to compute them yet
+        replace_rows(
+            page, CONSTANTS, [software(), *(f"| {name} | `{value}` |" for name, value in found.items())]
+        )
+        replace_rows(page, MACHINES, [])
+    expected = constants(page)
+    if wrong := [name for name, value in found.items() if expected.get(name) != value]:
+        print(f"different from the page, on {machine}: {', '.join(wrong)}")
         return 1
-    print(f"{len(found)} kinds have the bits of the page on {machine.name}")
-    if options.write and not options.quick and not page.knows(machine):
-        page.add(machine)
+    print(f"{len(found)} kinds have the bits of the page on {machine}")
+    if options.write and not options.quick and machine not in page.read_text():
+        rows = page.read_text().partition(MACHINES)[2].partition("\n\n")[0].splitlines()
+        replace_rows(page, MACHINES, sorted([*rows, f"{machine} {datetime.now(UTC).date()} |"]))
     return 0
 
 

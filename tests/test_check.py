@@ -15,14 +15,12 @@ from pipeline.addons.datasets.check import Findings
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.data.index import Index, Split
 
-PACK_0_2 = Path(__file__).parent / "pack-0.2"
 
-
-def write(root: Path, name: str, image: Image.Image, kind: str = "PNG", orientation: int = 1) -> None:
+def write(root: Path, name: str, image: Image.Image, orientation: int = 1) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     (root / name).parent.mkdir(parents=True, exist_ok=True)
-    image.save(root / name, kind, **({"exif": exif} if orientation > 1 else {}))
+    image.save(root / name, **({"exif": exif} if orientation > 1 else {}))
 
 
 def copy(root: Path, source: str, *targets: str) -> None:
@@ -38,11 +36,8 @@ def good(tmp_path: Path) -> Path:
     for label, name in itertools.product(
         ("ant", "bee", "cat"), ("train/{}/1", "train/{}/2", "train/{}/3", "val/{}/1")
     ):
-        write(
-            tmp_path / "photos",
-            name.format(label) + ".png",
-            Image.fromarray(rng.integers(0, 256, (8, 9, 3), np.uint8)),
-        )
+        image = Image.fromarray(rng.integers(0, 256, (8, 9, 3), np.uint8))
+        write(tmp_path / "photos", name.format(label) + ".png", image)
     return tmp_path / "photos"
 
 
@@ -54,8 +49,8 @@ def make_odd(root: Path) -> dict[str, Any]:
     copy(root, "train/cat/1.png", "train/cat/deep/again.png")  # twice in a class
     for shade in (0, 7, 8):
         write(root, f"train/bee/shade{shade}.png", Image.new("L", (9, 8), shade))
-    for number, kind in enumerate(("PNG", "WEBP", "TIFF")):
-        write(root, f"train/cat/turned.{kind.lower()}", Image.effect_noise((9, 8), 60), kind, 6 + number % 3)
+    for number, kind in enumerate(("png", "webp", "tiff")):
+        write(root, f"train/cat/turned.{kind}", Image.effect_noise((9, 8), 60), 6 + number % 3)
     return {
         "images": 22, "classes": {"ant": 5, "bee": 8, "cat": 9}, "ignored": {}, "defects": [], "turned": 3,
         "twins": [["train/ant/1.png", "val/ant/leak.png"], ["train/bee/1.png", "val/cat/bee.png"],
@@ -73,86 +68,47 @@ def found(root: Path, code: int = 0) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("jpegtran")
 def test_equal_dark_and_turned_images_are_named_in_a_folder_and_in_a_pack(good: Path) -> None:
+    assert "warning:" not in quick("data", "check", str(good)).out
     expected = make_odd(good)
     write(good, "train/bee/.hidden.png", Image.new("L", (9, 8)))
     (good / "train/ant/note.TXT").touch()
     assert found(good) == expected | {"ignored": {"hidden or system": 1, "extension .txt": 1}}
+    page = quick("data", "check", str(good)).out.splitlines()
+    assert [line for line in page if line.startswith("warning: 2 images in training and in validation")]
+    assert {"  train/bee/1.png = val/cat/bee.png", "  train/bee/shade7.png"} <= set(page)
+    assert page[-1].startswith(f"{good} can be used, but has 2 images in training and in validation, ")
     pack(good, good.parent / "pack", "lossless", 0.1)
     assert found(good.parent / "pack") == expected
     pack(good, good.parent / "raw", "raw=64", 0.1)
     assert found(good.parent / "raw") == expected | {"turned": 0}
 
 
-def test_warnings_change_the_verdict_and_name_images(good: Path) -> None:
-    clean = quick("data", "check", str(good)).out
-    assert "warning:" not in clean
-    assert clean.splitlines()[-1].startswith(
-        f"{good} is good: 9 images to train, 3 held out, 3 classes, digest "
-    )
-    make_odd(good)
-    copy(good, "train/ant/3.png", *(f"train/ant/copy{number:02}.png" for number in range(45)))
-    write(good, "val/ant/._1.png", Image.new("L", (9, 8)))
-    result = quick("data", "check", str(good))
-    page = result.out.splitlines()
-    assert result.code == 0
-    assert "warning: 2 images in training and in validation: the same bytes" in page
-    assert "  train/bee/1.png = val/cat/bee.png" in page
-    assert "  train/bee/shade7.png" in page
-    assert [line for line in page if "turned" in line and "3 images" in line]
-    assert "  and 41 more (--json lists all)" in page
-    assert page[-1].startswith(
-        f"{good} can be used, but has 2 images in training and in validation, 2 images in two classes, 46 images twice"
-        " in a class, 2 dark images: 62 images to train, 5 held out, 3 classes (left out: 1 hidden or system), "
-    )
-
-
 @pytest.mark.usefixtures("jpegtran")
 def test_a_class_that_is_never_held_out_is_a_warning(good: Path) -> None:
     write(good / "train", "dog/1.png", Image.effect_noise((9, 8), 60))  # which stays in training
     page = quick("data", "check", str(good / "train"), "--val-split=0.4").out.splitlines()
-    assert page[-3].startswith("warning: 1 class without a validation image: ")
-    assert page[-2] == "  dog"
-    assert page[-1].startswith(f"{good / 'train'} can be used, but has 1 class without a validation image: ")
+    assert page[-3:-1] == ["warning: 1 class without a validation image", "  dog"]
     pack(good / "train", good.parent / "pack", "lossless", 0)
     page = quick("data", "check", str(good.parent / "pack")).out.splitlines()
-    assert page[-2].startswith("warning: no validation images: ")
+    assert page[-2] == "warning: no validation images"
 
 
 def test_defects_end_the_check_with_4_and_are_no_twins(good: Path) -> None:
-    for name in ("train/ant/bad.png", "val/ant/bad.png", "val/bee/bad.png"):
+    names = ("train/ant/bad.png", "val/ant/bad.png", "val/bee/bad.png")
+    for name in names:
         (good / name).write_bytes(b"no image")
-    result = quick("data", "check", str(good), "--json")
-    assert (result.code, result.error) == (
-        4,
-        f"3 defects in the 15 images of {good}: fix or remove the files",
-    )
-    assert "bad.png" not in result.err
-    report = json.loads(result.out)
-    assert report["defects"] == [
-        {"file": name, "reason": "not an image in a known format"}
-        for name in ("train/ant/bad.png", "val/ant/bad.png", "val/bee/bad.png")
-    ]
+    report = found(good, code=4)
+    assert report["defects"] == [{"file": name, "reason": "not an image in a known format"} for name in names]
     assert (report["images"], report["twins"], report["two_labels"]) == (15, [], [])
     page = quick("data", "check", str(good))
-    assert page.code == 4
+    assert (page.code, "3 defects" in page.error) == (4, True)
     assert "val/bee/bad.png: not an image in a known format" in page.err.splitlines()
     assert page.out.splitlines()[-1] == f"{good} is not good: 3 defects"
 
 
 def test_a_pack_of_0_2_is_checked_as_it_is_read() -> None:
-    report = found(PACK_0_2)
+    report = found(Path(__file__).with_name("pack-0.2"))
     assert (report["defects"], report["turned"]) == ([], 0)
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "GIF"])
-def test_a_dark_image_has_no_pixel_of_8(good: Path, kind: str) -> None:
-    pixels = np.full((16, 16, 3), 4, np.uint8)
-    write(good, "val/ant/dark", Image.fromarray(pixels), kind)
-    pixels[8:, 8:] = 60
-    write(good, "val/ant/lit", Image.fromarray(pixels), kind)
-    for name in ("dark", "lit"):
-        (good / f"val/ant/{name}").rename(good / f"val/ant/{name}.{kind.lower()}")
-    assert found(good)["dark"] == [f"val/ant/dark.{kind.lower()}"]
 
 
 def entries(split: str, labels: list[int]) -> Split:
@@ -162,9 +118,8 @@ def entries(split: str, labels: list[int]) -> Split:
 @pytest.mark.parametrize("number", range(8))
 def test_pairs_are_exact(number: int) -> None:
     rng = np.random.default_rng(number)
-    count, held_out, classes, contents = (
-        int(rng.integers(*bounds)) for bounds in ((1, 60), (0, 60), (2, 5), (1, 60))
-    )
+    bounds = ((1, 60), (0, 60), (2, 5), (1, 60))
+    count, held_out, classes, contents = (int(rng.integers(*pair)) for pair in bounds)
     labels = rng.integers(0, classes, count + held_out).tolist()
     index = Index(entries("train", labels[:count]), entries("val", labels[count:]), tuple("abcde"[:classes]))
     findings = Findings(index)
@@ -180,9 +135,8 @@ def test_pairs_are_exact(number: int) -> None:
         assert set(pairs) <= expected
         assert len(set(pairs)) == len(pairs) <= count + held_out
         assert {second for _, second in pairs} == {second for _, second in expected}, "each image is named"
-    assert {second for first, second in twins if first < count <= second} == {
-        second for first, second in every if first < count <= second
-    }, "each leak is one"
+    leaks = {second for first, second in every if first < count <= second}
+    assert {second for first, second in twins if first < count <= second} == leaks
 
 
 def test_a_page_of_a_thousand_classes_is_short() -> None:
@@ -191,9 +145,7 @@ def test_a_page_of_a_thousand_classes_is_short() -> None:
     index = Index(entries("train", labels), entries("val", list(range(1, 1000, 2))), classes)
     findings = Findings(index)
     findings.digests[:, 0] = 1  # all equal
-    page = findings.page(Path("photos"), "", "")
+    page = findings.page(Path("photos"))
     assert len(page.splitlines()) < 60
-    assert max(map(len, page.splitlines())) < 500
-    assert "980 larger classes" in page
     assert "500 classes without a validation image" in page
     assert len(json.loads(findings.to_json())["classes"]) == 1000

@@ -242,7 +242,7 @@ def test_a_file_of_a_split_by_file_moves_no_other(tmp_path: Path) -> None:
     [("rm -r {}", "data.root={} is not a folder"), ("rm -r {}/val", "data.root={} has train/ but no val/"),
      ("rm -r {}/train", "data.root={} has val/ but no train/"),
      ("rm -r {}/train {}/val", "data.root={} holds no folders"),
-     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: it holds images (1)"),
+     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ of data.root={} holds no folders"),
      ("rm {}/train/dog/*", "class folder train/dog/ holds no image"),
      ("mv {}/val/dog {}/val/cow", "differ: dog in train/ only, cow in val/ only"),
      ("rm -r {}/*/dog", "data.root={} holds one class folder, cat/"),

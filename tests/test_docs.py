@@ -42,7 +42,6 @@ NOT_RUN = {
     "data import": "needs ImageNet's archives: tests/test_import.py",
     "data get": "needs the network",
     "data pack photos s3:": "needs an object store: tests/test_store_pack.py",
-    "data check s3:": "needs an object store: tests/test_store_pack.py",
     "sync runs/my": "needs an object store",
 }
 """Commands that the test does not run, and why."""

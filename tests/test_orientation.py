@@ -226,7 +226,7 @@ def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
      (tiff(np.full((4, 4), np.nan, np.float32), low=0, high=1), "outside"),
      (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), "12-bit"),
      (colour_png((RAMP * 4095).astype(np.uint16)), "12-bit"),
-     (tiff((RAMP * 32767).astype(np.uint16), sign=2), "16-bit signed"),
+     (tiff((RAMP * 32767).astype(np.uint16), sign=2), "16-bit integer"),
      (b"Pf\n32 24\n-1.0\n" + RAMP.astype("<f4").tobytes(), "32-bit float")],
     ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG", "in colour",
          "signed", "PFM"],

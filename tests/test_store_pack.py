@@ -1,4 +1,4 @@
-"""A pack in a bucket has the bytes of the local one, after any kill; `data check` verifies it."""
+"""A pack in a bucket has the bytes of the local one, after any kill."""
 
 import re
 import shutil
@@ -12,11 +12,8 @@ import numpy as np
 import pytest
 from harness import Result, environment, pipeline, quick
 from object_store import Bucket, FaultProxy
-from test_check import good, make_odd  # noqa: F401 — a fixture
-from test_import import archives  # noqa: F401 — a fixture
-from test_pack import copy_folder, encoded, photo
+from test_pack import encoded, photo
 
-from pipeline.addons.datasets.check import check
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.store.bucket import Store
 from pipeline.errors import RequestError
@@ -128,33 +125,6 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
     assert again == [], "a complete shard is not packed again"
 
 
-def test_starts_at_once_make_one_pack_and_different_requests_never_share_a_prefix(
-    images: Path, local: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
-) -> None:
-    client = bucket.server.client()
-    for key in ("pack/train-0001.tar", "other/train-0001.tar"):  # uploads that a kill has cut off
-        upload = client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"]
-        client.upload_part(Bucket=bucket.name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
-    fault_proxy.latency_ms, fault_proxy.only = (
-        4000,
-        r"PUT .*\.packing\.json",
-    )  # so that all find the prefix empty
-    words = ("data", "pack", str(images), f"{bucket.place}/pack", "--level")
-    levels = ("lossless", "lossless", "raw=64")
-    results = [
-        finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]
-    ]
-    if results[2].code == 0:
-        pack(images, tmp_path / "raw", "raw=64", 0.1)
-        assert [result.code for result in results] == [2, 2, 0]
-        assert objects(bucket) == files(tmp_path / "raw")
-    else:
-        assert [result.code for result in results] == [0, 0, 2], results
-        assert objects(bucket) == files(local)
-    left = client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
-    assert [upload["Key"] for upload in left] == ["other/train-0001.tar"]
-
-
 def test_a_prefix_with_other_contents_is_left_unchanged(
     images: Path, local: Path, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -205,53 +175,3 @@ def test_a_disk_without_room_for_the_shards_is_named(images: Path, bucket: Bucke
     assert result.code == 4
     assert "set TMPDIR to a folder on a larger disk" in result.error
     assert list(small_disk.iterdir()) == []
-
-
-# --- data check
-
-
-def checked(place: str, **env: str) -> Result:
-    result = quick("data", "check", place, **env)
-    result.err = "".join(line for line in result.err.splitlines(True) if "images checked" not in line)
-    return result
-
-
-def test_a_pack_in_a_bucket_is_checked_like_a_local_one(
-    images: Path, local: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
-) -> None:
-    place = f"{bucket.place}/pack"
-    pack(images, Store(place), "lossless", 0.1)
-    fault_proxy.rates = {"503": 0.05, "truncate": 0.1}
-    whole = checked(place)
-    assert (whole.code, whole.err) == (0, "")
-    assert whole.out == f"{check(local, 0.1, write_sums=False)}\n".replace(str(local), place)
-    fault_proxy.rates = {}
-
-    damaged = copy_folder(local, tmp_path / "pack")
-    shards = sorted(path.name for path in local.glob("train-*.tar"))
-    for name in (shards[0], shards[-1]):
-        data = bytearray((local / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (damaged / name).write_bytes(data)
-        bucket.write(f"pack/{name}", bytes(data))
-    del fault_proxy.requests[:]
-    expected, found = checked(str(damaged)), checked(place)
-    assert found.code == expected.code == 4
-    assert found.err == expected.err.replace(str(damaged), place)
-    assert found.err.count("has changed") == 4
-    reads = [request for request in fault_proxy.requests if request.startswith("GET") and ".tar" in request]
-    assert len(reads) == len(list(local.glob("*.tar"))), "each shard is read once"
-
-
-def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: Path) -> None:
-    empty = quick("data", "check", f"{bucket.place}/nothing")
-    assert (empty.code, f"{bucket.place}/nothing holds no complete pack" in empty.error) == (2, True)
-    pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1)
-    with pytest.raises(RequestError, match="leave --write-sums out"):
-        check(Store(f"{bucket.place}/pack"), 0.1, write_sums=True)
-    bucket.delete("pack/val-0000.tar")
-    with pytest.raises(RequestError, match=rf"the pack {bucket.place}/pack is damaged: val-0000.tar"):
-        check(Store(f"{bucket.place}/pack"), 0.1, write_sums=False)
-
-
-# --- data import

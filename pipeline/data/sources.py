@@ -98,7 +98,7 @@ def open_pack(config: Config) -> Index:
     """Return the index of a pack. Raises RequestError, OutageError."""
     index: Index
     if is_bucket(config.data.root):
-        index = part("pack in a bucket")(str(config.data.root), _cache(config))
+        index = part("pack in a bucket")(str(config.data.root))
     else:
         index = part("pack")(data_root(config))
     return index

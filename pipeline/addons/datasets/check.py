@@ -9,24 +9,23 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.addons.datasets import checksums, manifest, pack
-from pipeline.addons.store.bucket import MissingError, Store
+from pipeline.addons.datasets import checksums, pack
+from pipeline.addons.datasets.folders import CACHE
+from pipeline.addons.datasets.manifest import save_index, scan
 from pipeline.data import sources
 from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
 from pipeline.data.interface import Images, UnreadableError
 from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, StorageError, TemporaryError, count_of
+from pipeline.errors import RequestError, StorageError, count_of
 from pipeline.machine import available_cpus
 
 DARK = 8
@@ -47,81 +46,57 @@ class Findings:
         self.dark: list[str] = []
         self.digests = np.zeros((len(index.train) + len(index.val), 32), np.uint8)
         """SHA-256 of each image; zeros if it cannot be read."""
+        self.kind, self.note = "", ""
+        """What stands before and after the size of the data on the page."""
         self._undecodable: list[int] = []
-        self._done = 0
 
-    def look_at(self, images: Images, ids: Sequence[int], first: int) -> None:
-        """Read, hash and decode these images of a split. first: the position of its image 0."""
+    def look_at(self, images: Images, first: int) -> None:
+        """Read, hash and decode the images of a split. first: the position of its image 0."""
         from pipeline.data.images import BadImageError, Picture  # imports torch
 
-        def look(i: int) -> tuple[str | None, bool, bool]:
-            """Return the defect, whether the image is turned, and whether it is dark."""
+        def look(i: int) -> tuple[str, bool, bool]:
+            """Return the defect or "", whether the image is turned, and whether it is dark."""
             try:
                 data = images.read(i)
                 self.digests[first + i] = np.frombuffer(_sha256(data), np.uint8)
                 picture = Picture.open(data, upright=images.upright)
                 pixels = picture.region(0, 0, picture.height, picture.width).numpy()
-                return None, picture.orientation != 1, bool(pixels.max() < DARK)
+                return "", picture.orientation != 1, bool(pixels.max() < DARK)
             except (BadImageError, UnreadableError) as error:
                 return str(error), False, False
 
-        for start in range(0, len(ids), _TASKS_AT_ONCE):
-            part = ids[start : start + _TASKS_AT_ONCE]
-            with ThreadPoolExecutor(
-                available_cpus()
-            ) as pool:  # decoding and hashing release the interpreter's lock
+        with ThreadPoolExecutor(available_cpus()) as pool:  # decoding releases the interpreter's lock
+            for start in range(0, len(images), _TASKS_AT_ONCE):
+                part = range(start, min(start + _TASKS_AT_ONCE, len(images)))
                 for i, (defect, is_turned, is_dark) in zip(part, pool.map(look, part), strict=True):
                     if defect:
                         self.defects[images.name(i)] = defect
                         self._undecodable.append(first + i)
-                    self.turned += is_turned
                     if is_dark:
                         self.dark.append(images.name(i))
-            self._done += len(part)
-            if self._done < len(self.digests):
-                print(f"{self._done:,} of {len(self.digests):,} images checked", file=sys.stderr, flush=True)
+                    self.turned += is_turned
+                done = first + part.stop
+                if done < len(self.digests):
+                    print(f"{done:,} of {len(self.digests):,} images checked", file=sys.stderr, flush=True)
 
     def look_at_all(self, root: Path) -> None:
-        """Look at all images of a folder or of a pack in a folder."""
+        """Look at all images of a folder or of a pack."""
         source = sources.source_from_index(str(root), self.index)
-        self.look_at(source.train, range(len(source.train)), 0)
-        self.look_at(source.val, range(len(source.val)), len(source.train))
-
-    def look_at_bucket(self, store: Store, shards: list[dict[str, Any]]) -> None:
-        """Look at all images of a pack in a bucket. Reads each shard once, to a local file."""
-        changed: dict[str, str] = {}
-        with tempfile.TemporaryDirectory() as scratch:
-            for shard in shards:
-                path = Path(scratch) / shard["name"]
-                _download(store, path)
-                changed |= pack.changed_shards(path.parent, {"shards": [shard]})
-                name, _, number = path.stem.partition("-")
-                split, first = (
-                    (self.index.train, 0) if name == "train" else (self.index.val, len(self.index.train))
-                )
-                with open(path, "rb") as file:
-                    opened = {int(number): file.fileno()}
-                    images = pack.PackImages(path.parent, split, name, opened, upright=self.index.upright)
-                    self.look_at(images, np.flatnonzero(split.places[::3] == int(number)).tolist(), first)
-                path.unlink()
-        if left := len(self.digests) - self._done:
-            raise StorageError(f"{left:,} images of {store} are in no shard of {pack.SUMMARY}: {pack.REPACK}")
-        self.defects = changed | self.defects
+        self.look_at(source.train, 0)
+        self.look_at(source.val, len(source.train))
 
     def name(self, image: int) -> str:
         """Return the name of an image by its position."""
         held_out = image - len(self.index.train)
-        return printable_name(
-            self.index.val.name(held_out) if held_out >= 0 else self.index.train.name(image)
-        )
+        name = self.index.train.name(image) if held_out < 0 else self.index.val.name(held_out)
+        return printable_name(name)
 
     def equal_images(self) -> tuple[Pairs, Pairs]:
         """Return twins and images with two labels, as pairs of images with the same bytes.
 
         Twins are in train and val, or in the same class; two labels are in different classes. A
-        pair may be both. Of many equal images each is paired with one, not with all: with an image
-        of train if it is in val, and with one of its class if there is one. Images that cannot be
-        decoded count as defects only.
+        pair may be both. Of many equal images each is paired with one, not with all. Images that
+        cannot be decoded count as defects only.
         """
         num_train = len(self.index.train)
         labels = np.concatenate([self.index.train.labels, self.index.val.labels]).tolist()
@@ -134,9 +109,7 @@ class Findings:
         for image in np.flatnonzero(is_equal).tolist():
             firsts = first_of_class[self.digests[image].tobytes()]
             label, earliest = labels[image], next(iter(firsts.values()), image)
-            partner = firsts.get(label)
-            if image >= num_train > earliest and (partner is None or partner >= num_train):
-                partner = earliest
+            partner = earliest if image >= num_train > earliest else firsts.get(label)
             if partner is not None:
                 twins.append((partner, image))
             other = next((first for known, first in firsts.items() if known != label), None)
@@ -147,11 +120,9 @@ class Findings:
 
     def counts(self) -> list[tuple[str, int, int]]:
         """Return each class with its number of images to train and held out."""
-        train, val = (
-            np.bincount(split.labels, minlength=len(self.index.classes)).tolist()
-            for split in (self.index.train, self.index.val)
-        )
-        return list(zip(self.index.classes, train, val, strict=True))
+        splits = (self.index.train, self.index.val)
+        train, val = (np.bincount(split.labels, minlength=len(self.index.classes)) for split in splits)
+        return list(zip(self.index.classes, train.tolist(), val.tolist(), strict=True))
 
     def to_json(self) -> str:
         """Return what was found as JSON."""
@@ -166,110 +137,97 @@ class Findings:
         }  # fmt: skip
         return json.dumps(found)
 
-    def page(self, root: Path | Store, kind: str, end: str) -> str:
+    def page(self, root: Path) -> str:
         """Return what was found as text: counts, warnings, and a last line that sums it up."""
-        images = f"{count_of(len(self.digests), 'image')} in {len(self.index.classes):,} classes"
         rows = self.counts()
+        lines = [f"{root}: {count_of(len(self.digests), 'image')} in {len(rows):,} classes"]
+        lines.append(f"{'to train':>10}{'held out':>10}  class")
         if len(rows) > _CLASSES:
             rows.sort(key=lambda row: row[1])
-        lines = [f"{root}: {images}", f"{'to train':>10}{'held out':>10}  class"]
         lines += [f"{train:10,}{val:10,}  {name}" for name, train, val in rows[:_CLASSES]]
         if len(rows) > _CLASSES:
             lines.append(f"  and {len(rows) - _CLASSES:,} larger classes (--json lists all)")
-        if self.turned:
-            lines.append(f"turned upright as their EXIF orientation says: {count_of(self.turned, 'image')}")
-        warnings = list(self._warnings())
-        for found, reason, names in warnings:
-            lines += [f"warning: {found}: {reason}", *(f"  {name}" for name in names[:_LISTED])]
+        warnings = self._warnings()
+        for found, names in warnings.items():
+            lines += [f"warning: {found}", *(f"  {name}" for name in names[:_LISTED])]
             if len(names) > _LISTED:
                 lines.append(f"  and {len(names) - _LISTED:,} more (--json lists all)")
-        summary = (
-            f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
-        )
-        summary += f": {kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{end}"
+        summary = f"can be used, but has {', '.join(warnings)}" if warnings else "is good"
+        summary += f": {self.kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{self.note}"
         if self.defects:
             summary = f"is not good: {count_of(len(self.defects), 'defect')}"
         return "\n".join([*lines, f"{root} {summary}"])
 
-    def _warnings(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield each kind of warning: what was found, the reason to warn, and names."""
+    def _warnings(self) -> dict[str, list[str]]:
+        """Return what to warn of, each with the names of its images or classes."""
         twins, two_labels = self.equal_images()
-        leaks = [pair for pair in twins if pair[0] < len(self.index.train) <= pair[1]]
-        repeated = [pair for pair in twins if not pair[0] < len(self.index.train) <= pair[1]]
+        num_train = len(self.index.train)
         places = {
-            "in training and in validation": leaks, "in two classes": two_labels, "twice in a class": repeated
-        }  # fmt: skip
-        for place, pairs in places.items():
-            if pairs:
-                names = [" = ".join(map(self.name, pair)) for pair in pairs]
-                yield f"{count_of(len(pairs), 'image')} {place}", "the same bytes", names
+            "in training and in validation": [pair for pair in twins if pair[0] < num_train <= pair[1]],
+            "in two classes": two_labels,
+            "twice in a class": [pair for pair in twins if not pair[0] < num_train <= pair[1]],
+        }
+        warnings = {
+            f"{count_of(len(pairs), 'image')} {place}": [" = ".join(map(self.name, pair)) for pair in pairs]
+            for place, pairs in places.items()
+            if pairs
+        }
         if self.dark:
-            yield count_of(len(self.dark), "dark image"), f"all pixels are below {DARK} of 255", self.dark
+            warnings[count_of(len(self.dark), "dark image")] = self.dark
+        empty = [name for name, _, held_out in self.counts() if not held_out]
         if not len(self.index.val):
-            yield "no validation images", "the accuracy is not measured", []
-        elif empty := [name for name, _, held_out in self.counts() if not held_out]:
-            classes = count_of(len(empty), "class", "es")
-            yield f"{classes} without a validation image", "the accuracy is not measured there", empty
+            warnings["no validation images"] = []
+        elif empty:
+            warnings[f"{count_of(len(empty), 'class', 'es')} without a validation image"] = empty
+        return warnings
 
 
-def check(root: Path | Store, val_split: float, *, write_sums: bool, as_json: bool = False) -> str:
+def check(root: Path, val_split: float, *, write_sums: bool, as_json: bool = False) -> str:
     """Check layout and checksums, and read and decode each image. Return a page, or JSON.
 
     Raises RequestError if the layout is wrong; StorageError if there are defects, after the page or
     the JSON has been printed, and without JSON each defect to standard error.
     """
-    kind = end = ""
-    if not isinstance(root, Store):
-        check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
-    if isinstance(root, Store) or os.path.exists(root / pack.SUMMARY):
+    check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
+    if os.path.exists(root / pack.SUMMARY):
         if write_sums:
-            raise RequestError(
-                f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out"
-            )
-        found, kind = _check_pack(root)
+            raise RequestError(f"{root} is a pack, which has its own sums", "leave --write-sums out")
+        found = _check_pack(root)
         place, remedy = f"the pack {root}", "copy it again, or remove it, fix the source and pack it again"
     else:
-        found, end = _check_images(root, val_split, write_sums=write_sums)
+        found = _check_images(root, HoldOut(val_split), write_sums=write_sums)
         place, remedy = f"the {len(found.digests):,} images of {root}", "fix or remove the files"
-    result = found.to_json() if as_json else found.page(root, kind, end)
+    result = found.to_json() if as_json else found.page(root)
     if not found.defects:
         return result
     for name, defect in () if as_json else found.defects.items():
         print(f"{name}: {defect}", file=sys.stderr)
     print(result, flush=True)
-    raise StorageError(f"{count_of(len(found.defects), 'defect')} in {place}: {remedy}")
+    raise StorageError(f"{count_of(len(found.defects), 'defect')} in {place}", remedy)
 
 
-def _check_images(root: Path, val_split: float, *, write_sums: bool) -> tuple[Findings, str]:
-    """Look at all images of a folder. Return what was found, and the end of a line about it."""
-    if write_sums and not os.access(root, os.W_OK | os.X_OK):
-        raise RequestError(f"{root} is read-only: --write-sums needs to write {manifest.SUMS} there")
-    index = manifest.scan(root, HoldOut(val_split))
+def _check_images(root: Path, hold_out: HoldOut, *, write_sums: bool) -> Findings:
+    index = scan(root, hold_out)
     # a file fixed in place changes no folder's time: training would use an older cached index
-    manifest.save_index(index, root / manifest.CACHE)
+    save_index(index, root / CACHE)
     found = Findings(index)
     found.look_at_all(root)
     if not write_sums:
         found.defects |= dict(checksums.check_sums(root, index, found.digests)) if index.sums else {}
     elif not found.defects:
         checksums.write_sums(root, index, found.digests)
-        found.index = manifest.scan(root, HoldOut(val_split))  # its digest is over the sums, too
-        return found, f", sums written to {manifest.SUMS}"
-    return found, ""
+        found.index = scan(root, hold_out)  # its digest is over the sums, too
+        found.note = f", sums written to {checksums.SUMS}"
+    return found
 
 
-def _check_pack(root: Path | Store) -> tuple[Findings, str]:
-    """Look at all images of a pack. Return what was found, and the kind of pack."""
-    index, summary = pack.open_index(root), pack.read_summary(root)
-    manifest.check_train_classes(index, str(root))
-    found = Findings(index)
-    if isinstance(root, Store):
-        found.look_at_bucket(root, summary["shards"])
-    else:
-        changed = dict(pack.changed_shards(root, summary))
-        found.look_at_all(root)
-        found.defects = changed | found.defects
-    return found, f"a {summary['level']} pack of "
+def _check_pack(root: Path) -> Findings:
+    found, summary = Findings(pack.open_index(root)), pack.read_summary(root)
+    found.kind = f"a {summary['level']} pack of "
+    changed = dict(pack.changed_shards(root, summary))
+    found.look_at_all(root)
+    found.defects = changed | found.defects
+    return found
 
 
 def _sha256(data: bytes | np.ndarray[Any, Any]) -> bytes:
@@ -277,13 +235,3 @@ def _sha256(data: bytes | np.ndarray[Any, Any]) -> bytes:
     if isinstance(data, bytes):
         return hashlib.sha256(data).digest()
     return hashlib.sha256(f"{data.shape}".encode() + data.tobytes()).digest()
-
-
-def _download(store: Store, path: Path) -> None:
-    try:
-        store.read_to(path.name, path)
-    except MissingError:
-        raise TemporaryError(f"{store}/{path.name} was deleted during the check: check it again") from None
-    except OSError as error:
-        problem = f"{store}/{path.name} cannot be written to {path.parent} ({error})"
-        raise StorageError(f"{problem}: make room, or set TMPDIR to a folder on a larger disk") from None

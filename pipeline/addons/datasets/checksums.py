@@ -1,5 +1,6 @@
 """SHA256SUMS of an image folder: the SHA-256 of each image, as the tool `sha256sum` writes it."""
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -8,12 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.addons.datasets.manifest import SUMS
 from pipeline.data.access import open_regular
 from pipeline.data.index import Index
 from pipeline.data.names import is_image, normal_path, printable_name
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write, target_of
+
+SUMS = "SHA256SUMS"
 
 
 def write_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> None:
@@ -33,8 +35,7 @@ def check_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> Iterator
     """Yield (name, defect) of each image that differs from its sum or has none.
 
     digests: [N, 32], train before val; zeros for an image that cannot be read, which is not
-    compared. Other names in SHA256SUMS are not opened: they may lead anywhere. Those of images are
-    reported.
+    compared. Other names in SHA256SUMS are not opened: they may lead anywhere.
     """
     names, expected = list(index.names()), np.concatenate([index.train.sums, index.val.sums]).reshape(-1, 32)
     has_sum = expected.any(1)
@@ -43,8 +44,8 @@ def check_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> Iterator
     for i in np.flatnonzero(~has_sum).tolist():
         yield printable_name(names[i]), f"has no sum in {SUMS}"
     known = {normal_path(name) for name in names}
-    for normal, name in {normal_path(name): name for name in read_sums(root) or {}}.items():
-        if normal not in known and is_image(name):
+    for name in {normal_path(name): name for name in read_sums(root) or {}}.values():
+        if normal_path(name) not in known and is_image(name):
             yield printable_name(name), f"has a sum in {SUMS}, but is not an image of this folder"
 
 
@@ -69,8 +70,13 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
     return {normal_path(name): digest for name, digest in sums.items()} | sums
 
 
+def digest_of_sums(root: Path) -> str | None:
+    """Return the SHA-256 of the file SHA256SUMS, or None if there is none. Raises OSError."""
+    data = _read(root)
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
 def _read(root: Path) -> bytes | None:
-    """Return the file SHA256SUMS, or None if there is none. Raises OSError."""
     with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=open_regular) as file:
         return file.read()
     return None

@@ -1,7 +1,6 @@
 """Commands for data sets: data make, get, import, pack, check."""
 
 import argparse
-import math
 from pathlib import Path
 
 from pipeline.addons.store.bucket import Store
@@ -34,9 +33,7 @@ def _make(options: argparse.Namespace) -> str:
 
     sizes = options.images, options.classes, options.side
     if options.kind == "digits" and any(sizes):
-        raise RequestError(
-            "--images, --classes and --side are for synthetic images: leave them out with 'digits'"
-        )
+        raise RequestError("--images, --classes and --side are for synthetic images", "leave them out")
     images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
     return make(options.kind, _folder(options), images, classes, side)
 
@@ -63,14 +60,11 @@ def _add_import(actions: Commands) -> None:
         " same command continues an interrupted import.",
         "pipeline data import imagenet ARCHIVES data/imagenet",
     )  # fmt: skip
-    parser.add_argument("kind", choices=("imagenet",), help="which data set")
-    parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
-    parser.add_argument(
-        "out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack"
-    )
-    parser.add_argument(
-        "--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'"
-    )
+    add = parser.add_argument
+    add("kind", choices=("imagenet",), help="which data set")
+    add("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
+    add("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack")
+    add("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
     _add_workers(parser)
 
 
@@ -114,32 +108,25 @@ def _add_check(actions: Commands) -> None:
         " defect; exit 4 if there is one. Also says what was left out, and warns of equal images, dark images and"
         " classes without a validation image.",
         "pipeline data check photos --write-sums",
-        "pipeline data check s3://my-data/photos --json",
     )  # fmt: skip
-    parser.add_argument(
-        "root",
-        type=path_or_uri,
-        metavar="FOLDER",
-        help="image folder or pack, or s3://bucket/prefix of a pack",
-    )
-    parser.add_argument(
-        "--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("root", type=path, metavar="FOLDER", help="image folder, or folder of a pack")
+    add("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
+    add("--json", action="store_true", help="print JSON")
     _add_val_split(parser)
 
 
 def _check(options: argparse.Namespace) -> str:
     from pipeline.addons.datasets.check import check
 
-    return check(_place(options.root), options.val_split, write_sums=options.write_sums, as_json=options.json)
+    return check(options.root, options.val_split, write_sums=options.write_sums, as_json=options.json)
 
 
 def _add_val_split(parser: Parser) -> None:
     help = (
         "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
     )
-    parser.add_argument("--val-split", type=_share, default=0.1, metavar="SHARE", help=help)
+    parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
 
 
 def _add_workers(parser: Parser) -> None:
@@ -151,7 +138,7 @@ def _folder(options: argparse.Namespace) -> Path:
     place = _place(options.out or f"data/{options.kind}")
     if isinstance(place, Store):
         raise RequestError(
-            f"{place} is not a folder: make it here; 'pipeline data pack' copies it into a bucket"
+            f"{place} is not a folder", "make it here; 'pipeline data pack' copies it into a bucket"
         )
     return place
 
@@ -161,16 +148,11 @@ def _place(text: str) -> Path | Store:
     if is_bucket(text):
         return Store(text)
     if "://" in text:
-        raise RequestError(f"{text} is not allowed: give a folder, or s3://bucket/prefix")
+        raise RequestError(f"{text} is not allowed", "give a folder, or s3://bucket/prefix")
     return Path(text)
 
 
-def _share(text: str) -> float:
-    """Return a share of at least 0 and less than 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, without 1, such as 0.1")
-    return number
+def share(text: str) -> float:  # argparse names it in its error
+    if not 0 <= float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not at least 0 and below 1, such as 0.1")
+    return float(text)

@@ -21,8 +21,8 @@ def grey(image: Image.Image, *, checks_range: bool) -> NDArray[np.uint8]:
     if (low, high) != (0, _FULL):
         return _scaled(np.array(image, np.float32), low, high)
     wide = np.array(image, np.int32)  # changed in place, because 80 million pixels take 320 MB
-    if checks_range and 0 < wide.max() <= _12_BIT:
-        raise _unknown_range()
+    if checks_range:
+        _check_is_bright(int(wide.max()))
     np.clip(wide, 0, _FULL, out=wide)
     wide += 128
     wide //= 257
@@ -31,32 +31,36 @@ def grey(image: Image.Image, *, checks_range: bool) -> NDArray[np.uint8]:
 
 def check_colour(pixels: NDArray[np.uint8]) -> None:
     """Raise BadImageError if these upper 8 bits of 16 are nearly black."""
-    if 0 < pixels.max() <= _12_BIT >> 8:
-        raise _unknown_range()
+    _check_is_bright(int(pixels.max()) << 8)
+
+
+def _check_is_bright(highest: int) -> None:
+    if 0 < highest <= _12_BIT:
+        raise BadImageError(
+            f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black: if they are 12-bit values,"
+            " multiply them by 16"
+        )
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
     """Return the values of black and white. Raises BadImageError if the file does not give them."""
-    if (
-        image.format != "TIFF" and image.mode != "F"
-    ):  # PNG has 16 bits; Pillow scales the values of PPM to them
+    # PNG has 16 bits; Pillow scales the values of PPM to them
+    if image.format != "TIFF" and image.mode != "F":
         return 0, _FULL
     tags = getattr(image, "tag_v2", {_BITS: 32, _SAMPLE_FORMAT: _FLOAT})  # else a float image of PPM's family
-    bits, kind, *bounds = (
+    bits, kind, low, high = (
         np.ravel(next((tags[name] for name in names if name in tags), default))[0]
         for names, default in (((_BITS,), 8), ((_SAMPLE_FORMAT,), _UNSIGNED), (_LOWEST, 0), (_HIGHEST, 0))
     )
-    low, high = float(bounds[0]), float(bounds[1])
     if kind in (_SIGNED, _FLOAT) or bits > 16:
         if low < high:
-            return low, high
-        kind_of_pixels = "float" if kind == _FLOAT else "signed integer" if bits <= 16 else "integer"
+            return float(low), float(high)
         raise BadImageError(
-            f"{bits}-bit {kind_of_pixels} pixels, and no TIFF tag SMaxSampleValue says which value is white: save it"
-            " with 8 bits, or with 16 bits and no sign"
+            f"{bits}-bit {'float' if kind == _FLOAT else 'integer'} pixels, and no TIFF tag SMaxSampleValue says"
+            " which value is white: save it with 8 bits, or with 16 bits and no sign"
         )
     # other values are statistics of the image: the highest one that occurs
-    return 0, high if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
+    return 0, float(high) if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
 
 
 def _scaled(wide: NDArray[np.float32], low: float, high: float) -> NDArray[np.uint8]:
@@ -67,10 +71,3 @@ def _scaled(wide: NDArray[np.float32], low: float, high: float) -> NDArray[np.ui
     wide *= 255 / (high - low)
     wide += 0.5
     return wide.astype(np.uint8)
-
-
-def _unknown_range() -> BadImageError:
-    return BadImageError(
-        f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black: if they are 12-bit values, multiply"
-        " them by 16"
-    )

@@ -1,21 +1,23 @@
-"""Image folders: what is wrong with their layout, what changed in them, and what to evaluate on.
+"""Image folders as people have them: the walk that finds the images, and what may be wrong there.
 
-`manifest` scans them.
+`manifest` makes an index of what the walk finds.
 """
 
 import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.addons.datasets.manifest import Walk
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index, Split, describe_ignored
-from pipeline.data.names import EXTENSIONS, class_of, escaped_name, is_image, normal_path, printable_name
+from pipeline.data import access, names
+from pipeline.data.index import MISSING, Index, describe_ignored
+from pipeline.data.interface import OutageError
+from pipeline.data.names import escaped_name, normal_path, printable_name
 from pipeline.errors import RequestError, list_first
 
+CACHE = ".pipeline-index"
+"""The folder of a data set that keeps its index."""
 _SPLIT_NAME = re.compile(
     r"(?:(?P<train>train|training|trn)|(?P<val>val|valid|validation|validate|eval|evaluation|dev|hold[\W_]*out)|"
     r"(?P<test>tests?|testing|tst)|(?P<other>images?|imgs?|jpegimages|labels?|annotations?|masks?|unlabell?ed))"
@@ -23,138 +25,175 @@ _SPLIT_NAME = re.compile(
     re.IGNORECASE,
 )  # fmt: skip
 _EACH = "with one folder per class"
-_MAKE = {
-    "imagenet": "import imagenet ARCHIVES", "imagenette": "get imagenette", "cifar10": "get cifar10",
-}  # fmt: skip
-"""Command that makes a folder of this name."""
 
 
-def how_to_make(root: Path) -> str:
-    """Return ", or make one with …", a command that suits the folder's name."""
-    return f", or make one with 'pipeline data {_MAKE.get(root.name, 'make synthetic')} {shlex.quote(str(root))}'"
+class Walk:
+    """A walk through an image folder, and what it found besides images."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._base = os.fsencode(root)
+        self.folders: dict[str, int] = {}
+        """The modification time of each folder with images."""
+        self.ignored: Counter[str] = Counter()
+        """The number of files and folders that are left out, by the reason."""
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise RequestError or OutageError that names the place for an error of the system."""
+        try:
+            yield
+        except OSError as error:
+            path = error.filename or self._root  # an error in the middle of a listing names no file
+            access.raise_if_outage(path, error)
+            name = printable_name(os.fsencode(path))
+            problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
+            raise RequestError(problem, access.PLACE_OF_DATA) from None
+
+    def classes(self, parent: str) -> dict[str, bytes]:
+        """Return the folders in `parent`, a name below the root, by their classes."""
+        place = os.path.join(self._base, parent.encode()) if parent else self._base
+        folders = []
+        with os.scandir(place) as found:
+            for entry in found:
+                if names.is_hidden(entry.name):
+                    if entry.name != CACHE.encode():
+                        self.ignored[names.HIDDEN] += 1
+                elif _is_folder(entry):
+                    folders.append(entry.name)
+                elif names.is_image(entry.name):
+                    self.ignored["outside of the class folders"] += 1
+        classes: dict[str, bytes] = {}
+        for name in sorted(folders, key=lambda name: (normal_path(name), name)):
+            other = classes.setdefault(names.class_of(name), name)
+            if other != name:
+                both = f"{escaped_name(other)} and {escaped_name(name)}"
+                raise RequestError(
+                    f"{printable_name(place)} has two folders whose names look alike, {both}",
+                    "move the images of one into the other",
+                )
+        return classes
+
+    def images_of_class(self, folder: bytes) -> list[tuple[bytes, int]]:
+        """Return `images` of a class folder. Raises RequestError if there are none."""
+        before = self.ignored.copy()
+        if images := list(self.images(folder)):
+            return images
+        kinds = " ".join(kind.decode() for kind in names.EXTENSIONS)
+        problem = f"class folder {printable_name(folder)}/ holds no image ({kinds})"
+        raise RequestError(problem + left_out(self.ignored - before), "add images or remove the folder")
+
+    def images(self, folder: bytes, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[bytes, int]]:
+        """Yield (name below the root, bytes) of each image in `folder` and the folders in it.
+
+        above: the device and inode of each folder that holds `folder`.
+        """
+        path = os.path.join(self._base, folder)
+        if not above:
+            above = (_identity(os.stat(self._base)), _identity(os.stat(os.path.dirname(path))))
+        status = os.stat(path)
+        if _identity(status) in above:
+            problem = f"{printable_name(path)} leads back to a folder that it is in"
+            raise RequestError(problem, "remove the link")
+        self.folders[os.fsdecode(folder)] = status.st_mtime_ns
+        with os.scandir(path) as found:
+            for entry in found:
+                name = os.path.join(folder, entry.name)
+                if names.is_hidden(entry.name):
+                    self.ignored[names.HIDDEN] += 1
+                elif names.is_image(entry.name):
+                    size = _size(entry)
+                    if size != MISSING and entry.is_dir():
+                        problem = f"{printable_name(entry.path)} is a folder that is named like an image"
+                        raise RequestError(problem, "rename or remove it")
+                    yield name, size
+                elif _is_folder(entry):
+                    yield from self.images(name, (*above, _identity(status)))
+                else:
+                    self.ignored[names.why_ignored(entry.name)] += 1
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    """Return True for a folder. Raises OutageError if the place that a link leads to is away."""
+    if entry.is_symlink():  # for others, the listing says it without a system call
+        _size(entry)
+    return entry.is_dir()
+
+
+def _size(entry: os.DirEntry[bytes]) -> int:
+    """Return the size, or MISSING. Raises OutageError if the place that a link leads to is away."""
+    try:
+        return entry.stat().st_size
+    except OSError as error:
+        failure = access.read_error(entry.path, error)
+        if isinstance(failure, OutageError):
+            raise failure from None
+        return MISSING
+
+
+def left_out(ignored: Counter[str]) -> str:
+    """Return what was left out, in brackets, for the end of a message."""
+    return f" (left out: {describe_ignored(ignored)})" if ignored else ""
 
 
 def check_layout(root: Path, found: dict[str, dict[str, bytes]]) -> None:
     """Raise RequestError that names what is wrong with the class folders of `root`.
 
-    found: of train/ and val/, as far as they exist, and else of the root (""), the folders in it by
-    their classes.
+    found: the folders by their classes, in train/ and val/ as far as they exist, and in the root
+    ("") unless both do.
     """
-    if "" in found and len(found) == 2:
-        raise _missing_split(root, next(iter(found)), [*found[""].values()])
+    given = f"data.root={root}"
+    if len(found) == 2 and "" in found:
+        present = next(iter(found))
+        missing = "val" if present == "train" else "train"
+        advice = _renames([*found[""].values()]) or f"add {missing}/ {_EACH}"
+        raise RequestError(f"{given} has {present}/ but no {missing}/", advice)
     for parent, folders in found.items():
-        if not folders:
-            raise _no_classes(root, parent)
+        check_any_class(root, parent, folders)
     classes, *others = found.values()
     for val in others:
-        if classes.keys() != val.keys():
-            differing = [
-                f"{escaped_name(classes[name])} in train/ only" for name in classes if name not in val
-            ]
-            differing += [f"{escaped_name(val[name])} in val/ only" for name in val if name not in classes]
+        differing = [f"{escaped_name(classes[name])} in train/ only" for name in classes if name not in val]
+        differing += [f"{escaped_name(val[name])} in val/ only" for name in val if name not in classes]
+        if differing:
             problem = f"the classes of train/ and val/ differ: {list_first(differing, 5)}"
             raise RequestError(problem, "both need the same class folders")
-    if all(map(split_of, classes.values())):
-        raise _splits_as_classes(root, [*classes.values()])
+    if all(map(_split_of, classes.values())):
+        folders = "the folders" if len(classes) > 1 else "the folder"
+        listed = list_first([printable_name(name) for name in classes.values()], 5)
+        advice = f"give a folder with train/ and val/, each {_EACH}, or with class folders only"
+        problem = f"{given} holds no classes, but {folders} {listed}"
+        raise RequestError(problem, _renames([*classes.values()]) or advice)
     if len(classes) < 2:
-        problem = f"data.root={root} holds one class folder, {next(iter(classes))}/"
-        raise RequestError(problem, "at least two are needed")
+        raise RequestError(f"{given} holds one class folder, {next(iter(classes))}/", "give two or more")
 
 
-def split_of(folder: bytes) -> str | None:
+def check_any_class(root: Path, parent: str, folders: dict[str, bytes]) -> None:
+    """Raise RequestError if there are no class folders in `parent`, a name below the root."""
+    if not folders:
+        place = f"{parent}/ of data.root={root}" if parent else f"data.root={root}"
+        needed = (
+            f"sort the images into {parent}/<class>/" if parent else f"it needs train/ and val/, each {_EACH}"
+        )
+        raise RequestError(f"{place} holds no folders", needed)
+
+
+def _split_of(folder: bytes) -> str | None:
     """Return "train", "val", "test" or "other" for a name of a split or of its parts, else None."""
     match = _SPLIT_NAME.fullmatch(folder.decode(errors="replace").strip())
     return match and match.lastgroup
 
 
-def _missing_split(root: Path, present: str, folders: list[bytes]) -> RequestError:
-    """Return the error of a folder with train/ or val/ alone. folders: all that are in it."""
-    missing = "val" if present == "train" else "train"
-    similar = [printable_name(name) for name in folders if split_of(name) == missing]
-    tests = [printable_name(name) for name in folders if split_of(name) == "test" and missing == "val"]
-    advice = f"add {missing}/ {_EACH}"
-    if similar:
-        advice = f"rename {similar[0]}/ to {missing}/"
-    elif tests:
-        advice += f", or rename {tests[0]}/ to {missing}/ to validate on it"
-    return RequestError(f"data.root={root} has {present}/ but no {missing}/", advice)
-
-
-def _no_classes(root: Path, parent: str) -> RequestError:
-    if not parent:
-        return RequestError(f"data.root={root} holds no folders", f"it needs train/ and val/, each {_EACH}")
-    if images := sum(map(is_image, os.listdir(os.fsencode(root / parent)))):
-        remedy = f"sort them into {parent}/<class>/, with the class names of train/"
-        return RequestError(f"{parent}/ is flat: it holds images ({images:,}) but no class folders", remedy)
-    return RequestError(f"{parent}/ holds no class folders", "it needs one for each class, with images in it")
-
-
-def _splits_as_classes(root: Path, classes: list[bytes]) -> RequestError:
-    """Return the error of class folders that all have names of splits: Train and Validation."""
-    advice = f"give a folder with train/ and val/, each {_EACH}, or with class folders only"
-    train, val = (
-        next((printable_name(name) for kind in kinds for name in classes if split_of(name) == kind), None)
-        for kinds in (("train",), ("val", "test"))
-    )
-    if train and val:
-        advice = f"rename {train}/ to train/ and {val}/ to val/"
-    names = list_first([printable_name(name) for name in classes], 5)
-    folders = "the folders" if len(classes) > 1 else "the folder"
-    return RequestError(f"data.root={root} holds no classes, but {folders} {names}", advice)
-
-
-def empty_class(folder: bytes, ignored: Counter[str]) -> RequestError:
-    """Return the error of a class folder without an image. ignored: what was left out in it."""
-    kinds = " ".join(kind.decode() for kind in EXTENSIONS)
-    problem = f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(ignored)}"
-    return RequestError(problem, "add images or remove the folder")
-
-
-def scan_validation(
-    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None, ignored: Counter[str] | None = None
-) -> Split:
-    """Return the images to evaluate a model on, labelled as a model of `classes` counts.
-
-    They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
-    may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
-    folder is not a class of the model, or if there is no image.
-    """
-    walk = Walk(root)
-    labels = {class_of(name): label for label, name in enumerate(classes)}
-    with walk.errors():
-        parent = "val" if (root / "val").is_dir() else ""
-        folders = walk.classes(parent.encode())
-        if not folders:
-            raise _no_classes(root, parent)
-        if unknown := [folder for name, folder in folders.items() if name not in labels]:
-            raise _unknown_classes(root, unknown)
-        entries = [
-            (file, size, labels[name])
-            for name, folder in folders.items()
-            for file, size in walk.images(os.path.join(parent.encode(), folder))
-        ]
-    if ignored is not None:
-        ignored.update(walk.ignored)
-    if hold_out and not parent:
-        chosen = hold_out.chosen((name, label) for name, _, label in entries)
-        entries = [entry for entry in entries if entry[0] in chosen]
-    if not entries:
-        raise RequestError(
-            f"data.root={root} holds no image to evaluate the model on{_left_out(walk.ignored)}"
-        )
-    return Split.from_entries(entries)
-
-
-def _unknown_classes(root: Path, unknown: list[bytes]) -> RequestError:
-    names = list_first([escaped_name(folder) for folder in unknown], 5)
-    splits = {split_of(folder): os.fsdecode(folder) for folder in reversed(unknown)}
-    split = splits.get("val") or splits.get("test")
-    advice = f": to evaluate on {split}/, give data.root={shlex.quote(str(root / split))}" if split else ""
-    return RequestError(f"{root} has class folders that the model does not know: {names}{advice}")
-
-
-def _left_out(ignored: Counter[str]) -> str:
-    return f" (left out: {describe_ignored(ignored)})" if ignored else ""
+def _renames(folders: list[bytes]) -> str:
+    """Return how to rename folders like Train/ and Validation/; "" if one of them is missing."""
+    kinds = {_split_of(name): printable_name(name) for name in reversed(folders)}
+    pairs = {"train": kinds.get("train"), "val": kinds.get("val") or kinds.get("test")}
+    if None in pairs.values():
+        return ""
+    return "rename " + " and ".join(f"{old}/ to {new}/" for new, old in pairs.items() if old != new)
 
 
 def changes(before: Index, now: Index) -> Iterator[str]:

@@ -7,10 +7,8 @@ decodes a margin around the crop. Reading the entropy-coded bits is 70 % of a de
 """
 
 import struct
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.data.jpeg import EOI, Frame
 
@@ -25,69 +23,6 @@ _MARKERS = np.resize(np.arange(0xD0, 0xD8, dtype=np.uint8), 1 << 16)
 """The second byte of each restart marker of a file. There are no more, as `CUTS` is one segment."""
 
 
-@dataclass(frozen=True)
-class RestartGrid:
-    """The restart intervals of a file that `with_restarts` made, in rows and columns."""
-
-    height: int
-    """Pixels of an interval, as is the width. The last row and column may have fewer."""
-    width: int
-    margin_down: int
-    """Pixels around a crop whose chroma is interpolated with its own."""
-    margin_across: int
-    starts: NDArray[np.int64]
-    """[rows, columns]: offset of each interval's first byte."""
-    ends: NDArray[np.int64]
-    """[rows, columns]: offset behind its last byte, where the next marker is."""
-
-    @classmethod
-    def read(cls, data: bytes, frame: Frame) -> "RestartGrid | None":
-        """Return the grid, or None if the file has none, or one that does not fit it."""
-        if not frame.cuts:
-            return None
-        start, end = frame.cuts
-        interval, mcu_height, mcu_width = CUTS_HEAD.unpack_from(data, start)
-        lengths = np.frombuffer(data[start + CUTS_HEAD.size : end], ">u2")
-        width = interval * mcu_width
-        if not width or not mcu_height:
-            return None
-        rows, columns = -(-frame.height // mcu_height), -(-frame.width // width)
-        if len(lengths) != rows * columns:
-            return None
-        ends = np.cumsum(lengths + np.int64(_MARKER_BYTES)) + (frame.scan - _MARKER_BYTES)
-        if ends[-1] + _MARKER_BYTES > len(data):
-            return None
-        starts = ends - lengths
-        down, across = (size // BLOCK if size > BLOCK else 0 for size in (mcu_height, mcu_width))
-        return cls(
-            mcu_height, width, down, across, starts.reshape(rows, columns), ends.reshape(rows, columns)
-        )
-
-    def rows_of(self, top: int, height: int) -> slice:
-        return _touched(top - self.margin_down, top + height + self.margin_down, self.height, len(self.ends))
-
-    def columns_of(self, left: int, width: int) -> slice:
-        return _touched(
-            left - self.margin_across, left + width + self.margin_across, self.width, self.ends.shape[1]
-        )
-
-    def cut(self, data: bytes, scan: int, rows: slice, columns: slice) -> tuple[bytearray, NDArray[np.int64]]:
-        """Return the first `scan` bytes and these intervals, and the offset of each marker."""
-        ends = self.ends[rows, columns]
-        starts = self.starts[rows, columns][:, 0]
-        stops = ends[:, -1] + _MARKER_BYTES
-        coded = memoryview(data)
-        spans = zip(starts.tolist(), stops.tolist(), strict=True)
-        made = bytearray().join([coded[:scan], *(coded[start:stop] for start, stop in spans)])
-        new_stops = np.cumsum(stops - starts) + scan
-        return made, (ends + (new_stops - stops)[:, None]).ravel()
-
-
-def _touched(first: int, last: int, size: int, count: int) -> slice:
-    """Return those of `count` intervals of `size` pixels that the pixels first:last touch."""
-    return slice(max(0, first) // size, min(count, -(-last // size)))
-
-
 def part(
     data: bytes, frame: Frame, top: int, left: int, height: int, width: int
 ) -> tuple[bytearray, int, int] | None:
@@ -96,20 +31,41 @@ def part(
     Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit
     it.
     """
-    grid = RestartGrid.read(data, frame)
-    if not grid:
+    assert frame.cuts
+    start, end = frame.cuts
+    interval, mcu_height, mcu_width = CUTS_HEAD.unpack_from(data, start)
+    # an interval has mcu_height rows of pixels and this many columns; the last ones may have fewer
+    interval_width = interval * mcu_width
+    if not interval_width or not mcu_height:
         return None
-    rows, columns = grid.rows_of(top, height), grid.columns_of(left, width)
-    made, markers = grid.cut(data, frame.scan, rows, columns)
-    first_row, first_column = rows.start * grid.height, columns.start * grid.width
-    struct.pack_into(
-        ">HH", made, frame.position,
-        min(frame.height, rows.stop * grid.height) - first_row,
-        min(frame.width, columns.stop * grid.width) - first_column,
-    )  # fmt: skip
+    grid = -(-frame.height // mcu_height), -(-frame.width // interval_width)
+    lengths = np.frombuffer(data[start + CUTS_HEAD.size : end], ">u2").astype(np.int64)
+    ends = np.cumsum(lengths + _MARKER_BYTES) + (frame.scan - _MARKER_BYTES)  # where a marker follows
+    if len(lengths) != grid[0] * grid[1] or ends[-1] + _MARKER_BYTES > len(data):
+        return None
+    rows = _touched(top, height, mcu_height, mcu_height, grid[0])
+    columns = _touched(left, width, interval_width, mcu_width, grid[1])
+    starts = (ends - lengths).reshape(grid)[rows, columns][:, 0]
+    ends = ends.reshape(grid)[rows, columns]
+    stops = ends[:, -1] + _MARKER_BYTES
+    coded = memoryview(data)
+    spans = zip(starts.tolist(), stops.tolist(), strict=True)
+    made = bytearray().join([coded[: frame.scan], *(coded[first:last] for first, last in spans)])
+    markers = (ends + (np.cumsum(stops - starts) + frame.scan - stops)[:, None]).ravel()
+
+    first_row, first_column = rows.start * mcu_height, columns.start * interval_width
+    new_height = min(frame.height, rows.stop * mcu_height) - first_row
+    new_width = min(frame.width, columns.stop * interval_width) - first_column
+    struct.pack_into(">HH", made, frame.position, new_height, new_width)
     view = np.frombuffer(made, np.uint8)
     if not ((view[markers] == 0xFF).all() and (view[markers + 1] & 0xF0 == 0xD0).all()):
         return None
     view[markers + 1] = _MARKERS[: len(markers)]  # markers are numbered modulo 8, from 0
     view[markers[-1] + 1] = EOI
     return made, top - first_row, left - first_column
+
+
+def _touched(first: int, length: int, size: int, mcu: int, count: int) -> slice:
+    """Return those of `count` intervals of `size` pixels that the pixels and their margin touch."""
+    margin = mcu // BLOCK if mcu > BLOCK else 0  # pixels whose chroma is interpolated with theirs
+    return slice(max(0, first - margin) // size, min(count, -(-(first + length + margin) // size)))

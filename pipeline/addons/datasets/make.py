@@ -4,23 +4,27 @@ import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pipeline.addons.datasets import cifar10, manifest, synthetic
-from pipeline.addons.datasets.pack import Level
+import numpy as np
+
+from pipeline.addons.datasets import synthetic
+from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.store.bucket import Store
-from pipeline.data import sources
 from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import SplitImages
-from pipeline.data.interface import Images, UnreadableError
+from pipeline.data.interface import Images
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
-_CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as its page gives it
+_CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as its page gives it, www.cs.toronto.edu/~kriz/cifar.html
+_CIFAR10_CLASSES = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+)  # fmt: skip
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 
@@ -30,7 +34,7 @@ def make(kind: str, root: Path, num_images: int, num_classes: int, side: int) ->
         synthetic.make_digits(root)
     else:
         synthetic.make_synthetic(root, num_images, num_classes, side)
-    return f"made {root}: {manifest.scan(root, HoldOut()).size.describe()}"
+    return f"made {root}: {scan(root, HoldOut()).size.describe()}"
 
 
 def import_imagenet(archives: Path, out: Path | Store, level: str | None, workers: int | None = None) -> str:
@@ -38,62 +42,37 @@ def import_imagenet(archives: Path, out: Path | Store, level: str | None, worker
 
     workers: as of `write_pack.pack`. Returns a line that describes the result.
     """
-    if level:
-        from pipeline.addons.datasets import write_pack as pack
+    from pipeline.addons.datasets import imagenet, write_pack
 
-        pack_level = Level.parse(level)
-        pack.check_programs(pack_level)  # before the archives are read
-        return pack.pack_source(_open_archives(archives), out, pack_level, workers)
-    if isinstance(out, Store):
-        raise RequestError(
-            f"{out} can hold a pack only: give its level, such as --pack max-side=500,q=90, or a folder"
-        )
-    source = _open_archives(archives)
-    total = source.size.train_images + source.size.val_images
+    pack_level = write_pack.open_level(level) if level else None  # before the archives are read
+    check_folder(archives, str(archives), f"name the folder that holds {imagenet.TRAIN}")
+    if isinstance(out, Store) and not pack_level:
+        given = f"{out} can hold a pack only"
+        raise RequestError(given, "give its level, such as --pack max-side=500,q=90, or a folder")
+    source = imagenet.open_archives(archives)
+    if pack_level:
+        return write_pack.pack_source(source, out, pack_level, workers)
+    total, done = len(source.train) + len(source.val), 0
     try:
-        for done in _unpack(source, out):
-            print(f"{done:,} of {total:,} images unpacked", file=sys.stderr, flush=True)
+        with ThreadPoolExecutor(8) as pool:  # reading and writing release the interpreter's lock
+            for images in (source.train, source.val):
+                for start in range(0, len(images), _TASKS_AT_ONCE):
+                    ids = range(start, min(start + _TASKS_AT_ONCE, len(images)))
+                    list(pool.map(partial(_unpack, Path(str(out)), images), ids))
+                    done += len(ids)
+                    print(f"{done:,} of {total:,} images unpacked", file=sys.stderr, flush=True)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}: {error.filename}") from None
     return f"imported {out}: {source.size.describe()}, as the development kit counts them"
 
 
-def _open_archives(folder: Path) -> sources.Source:
-    from pipeline.addons.datasets import imagenet
-
-    check_folder(folder, str(folder), f"name the folder that holds {imagenet.TRAIN}")
-    source = imagenet.open_archives(folder)
-    assert source.index
-    manifest.check_train_classes(source.index, folder)
-    return source
-
-
-def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
-    """Write each image that does not exist yet. Yield the number of images so far, now and then."""
-
-    def write(images: Images, i: int) -> None:
-        assert isinstance(images, SplitImages)
-        path = out / os.fsdecode(images.split.name(i))
-        if path.exists() and path.stat().st_size == images.split.sizes[i]:
-            return
+def _unpack(out: Path, images: Images, i: int) -> None:
+    """Write an image, unless it was written before."""
+    assert isinstance(images, SplitImages)
+    path = out / os.fsdecode(images.split.name(i))
+    if not path.exists() or path.stat().st_size != images.split.sizes[i]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            data = images.read(i)
-        except UnreadableError as error:
-            raise RequestError(
-                f"{images.name(i)} cannot be unpacked: {error}: download the archive again"
-            ) from None
-        assert isinstance(data, bytes)
-        atomic_write(path, data, durable=False)
-
-    done = 0
-    with ThreadPoolExecutor(8) as pool:  # reading and writing release the interpreter's lock
-        for images in (source.train, source.val):
-            for start in range(0, len(images), _TASKS_AT_ONCE):
-                ids = range(start, min(start + _TASKS_AT_ONCE, len(images)))
-                list(pool.map(partial(write, images), ids))
-                done += len(ids)
-                yield done
+        atomic_write(path, bytes(images.read(i)), durable=False)
 
 
 def get(kind: str, root: Path) -> str:
@@ -105,7 +84,7 @@ def get(kind: str, root: Path) -> str:
     except OSError as error:
         raise RequestError(f"{root} cannot be made: {error.strerror}") from None
     try:
-        os.rename(_DATA_SETS[kind](download), root)
+        os.rename(_get_imagenette(download) if kind == "imagenette" else _get_cifar10(download), root)
     except (tarfile.FilterError, ValueError) as error:
         shutil.rmtree(download, ignore_errors=True)
         problem = f"the archive of {kind} is damaged or not safe to unpack ({error})"
@@ -113,7 +92,7 @@ def get(kind: str, root: Path) -> str:
     except (OSError, RuntimeError) as error:
         raise TemporaryError(f"{kind} cannot be fetched: {error}: give the same command again") from None
     shutil.rmtree(download, ignore_errors=True)
-    return f"fetched {root}: {manifest.scan(root, HoldOut()).size.describe()}"
+    return f"fetched {root}: {scan(root, HoldOut()).size.describe()}"
 
 
 def _get_imagenette(download: Path) -> Path:
@@ -126,17 +105,25 @@ def _get_imagenette(download: Path) -> Path:
 
 
 def _get_cifar10(download: Path) -> Path:
+    """Unpack the binary form of CIFAR-10, which needs no pickle, without loss."""
     from torchvision.datasets.utils import download_url
 
-    archive = download / "cifar-10-binary.tar.gz"
-    download_url(
-        f"https://www.cs.toronto.edu/~kriz/{archive.name}", str(download), archive.name, _CIFAR10_MD5
-    )
-    folder = download / "images"
+    archive, folder = download / "cifar-10-binary.tar.gz", download / "images"
+    url = f"https://www.cs.toronto.edu/~kriz/{archive.name}"
+    download_url(url, str(download), archive.name, _CIFAR10_MD5)
     shutil.rmtree(folder, ignore_errors=True)
-    cifar10.unpack(archive, folder)
+    splits = {f"cifar-10-batches-bin/data_batch_{number}.bin": "train" for number in range(1, 6)}
+    splits["cifar-10-batches-bin/test_batch.bin"] = "val"  # no other name in the archive is used
+    written = Counter[str]()
+    with tarfile.open(archive, "r|gz") as members:
+        for member in members:
+            split = splits.get(member.name)
+            file = members.extractfile(member) if split else None
+            if split and file:
+                records = np.frombuffer(file.read(), np.uint8).reshape(-1, 1 + 3 * 32 * 32)
+                for row, record in enumerate(records, written[split]):
+                    name = f"{split}/{_CIFAR10_CLASSES[record[0]]}/{row:05}.png"
+                    synthetic.save(folder / name, record[1:].reshape(3, 32, 32).transpose(1, 2, 0))
+                written[split] += len(records)
+                print(f"{written.total():,} images unpacked", file=sys.stderr, flush=True)
     return folder
-
-
-_DATA_SETS: dict[str, Callable[[Path], Path]] = {"imagenette": _get_imagenette, "cifar10": _get_cifar10}
-"""Each fetches and unpacks a data set into a folder, and returns the folder of its images."""

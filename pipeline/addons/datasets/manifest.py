@@ -3,34 +3,35 @@
 The layout is torchvision's ImageFolder: `train/<class>/…` and `val/<class>/…`, or class folders
 only. Of the latter a fraction is held out, chosen by a digest of each file's name, so that a file
 that is added moves no other file between the splits. No torch here: a wrong layout fails in the
-first second. `addons.datasets.folders` says what is wrong with it.
+first second.
 """
 
-import hashlib
 import os
-import unicodedata
+import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.data import access, names
+from pipeline.addons.datasets.checksums import digest_of_sums, read_sums
+from pipeline.addons.datasets.folders import CACHE, Walk, check_any_class, check_layout, left_out
+from pipeline.data import access
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.interface import OutageError
+from pipeline.data.names import class_of, escaped_name
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
-from pipeline.lazy import part
 from pipeline.streams import log
 
 SPLITS = ("train", "val")
-SUMS = "SHA256SUMS"
-"""The file with the SHA-256 of each image, as the tool `sha256sum` writes it."""
-CACHE = ".pipeline-index"
 _CACHED = ".3.index"
 """End of a cached index's name. Up to version 0.2 it was .index, and hidden files were images."""
+_MAKE = {
+    "imagenet": "import imagenet ARCHIVES", "imagenette": "get imagenette", "cifar10": "get cifar10",
+}  # fmt: skip
+"""Command that makes a folder of this name."""
 
 
 def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool) -> Index:
@@ -41,11 +42,11 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     `check_sizes` the size of every file is compared too. Raises RequestError if the layout is
     wrong.
     """
-    layout = "train/ and val/ in it, each with one folder per class"
-    how_to_make = "" if os.path.exists(root) else part("how to make a folder")(root)
-    access.check_folder(
-        root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{how_to_make}"
-    )
+    make = f"pipeline data {_MAKE.get(root.name, 'make synthetic')} {shlex.quote(str(root))}"
+    remedy = "give a folder with train/ and val/ in it, each with one folder per class, with data.root=FOLDER"
+    if not os.path.exists(root):
+        remedy += f", or make one with '{make}'"
+    access.check_folder(root, f"data.root={root}", remedy)
     for cached in _cached(root, spare, _CACHED):
         if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
@@ -65,9 +66,8 @@ def save_index(index: Index, *folders: Path) -> None:
             return
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
-    log(
-        f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again"
-    )
+    problem = f"the index of the images cannot be saved ({', '.join(failures)})"
+    log(f"{problem}: the next start will scan the data again")
 
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
@@ -75,26 +75,9 @@ def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
     return next((index for index in _cached(root, spare, ".index") if index.digest == digest), None)
 
 
-def find_missing_folder(index: Index, root: Path) -> str | None:
-    """Return a folder with images of the index that is missing or empty now, or None."""
-    for folder in index.folders:
-        # another system may have written the index, and spell the folder in another of these forms
-        spellings = {folder, *(unicodedata.normalize(form, folder) for form in ("NFC", "NFD"))}
-        if not any(access.is_non_empty_folder(root / spelling) for spelling in spellings):
-            start = os.fsencode(folder) + b"/"
-            if any(name.startswith(start) for name in index.names()):
-                return folder
-    return None
-
-
 def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
     """Yield the indices in files that end in `suffix`, newest first, without the damaged ones."""
-    paths = [
-        path
-        for folder in (root / CACHE, spare)
-        if os.path.isdir(folder)
-        for path in folder.glob(f"*{suffix}")
-    ]
+    paths = [path for folder in (root / CACHE, spare) for path in folder.glob(f"*{suffix}")]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
             with open(path, "rb", opener=access.open_regular) as file:
@@ -111,7 +94,7 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
-        if SPLITS[0] not in index.folders and tuple(Walk(root).classes(b"")) != index.classes:
+        if SPLITS[0] not in index.folders and tuple(Walk(root).classes("")) != index.classes:
             return False
         sizes_match = (
             _sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val)
@@ -131,13 +114,6 @@ def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
     return True
 
 
-def digest_of_sums(root: Path) -> str | None:
-    """Return the SHA-256 of the file SHA256SUMS, or None if there is none. Raises OSError."""
-    with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=access.open_regular) as file:
-        return hashlib.sha256(file.read()).hexdigest()
-    return None
-
-
 def scan(root: Path, hold_out: HoldOut) -> Index:
     """Return the index of the image folder `root`, after looking at every file.
 
@@ -148,12 +124,10 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
     entries: dict[str, list[tuple[bytes, int, int]]] = {split: [] for split in SPLITS}
     with walk.errors():
         parents = [split for split in SPLITS if (root / split).is_dir()]
-        # with one of them alone, also the root: a link in it may lead to a place that is away
-        found = {
-            parent: walk.classes(parent.encode())
-            for parent in (parents if len(parents) == 2 else [*parents, ""])
-        }
-        part("check layout")(root, found)
+        if len(parents) < 2:  # with one of them, too: a link in the root may lead to a place that is away
+            parents.append("")
+        found = {parent: walk.classes(parent) for parent in parents}
+        check_layout(root, found)
         classes = next(iter(found.values()))
         for parent, folders in found.items():
             if parent:
@@ -163,158 +137,53 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
                 held_out = set() if parent else hold_out.chosen((file, label) for file, _ in images)
                 for file, size in images:
                     entries[parent or ("val" if file in held_out else "train")].append((file, size, label))
-        sums_digest = digest_of_sums(root)
-        sums = None if sums_digest is None else part("read sums")(root)
+        sums_digest, sums = digest_of_sums(root), read_sums(root)
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
-    index = Index(train, val, tuple(classes), sums_digest, walk.folders, hold_out, ignored=dict(walk.ignored))
-    check_train_classes(index, root)
-    return index
+    counts = np.bincount(train.labels, minlength=len(classes))
+    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        problem = f"{root} has no image to train of class {list_first(empty, 5)}"
+        advice = "data.split_by=file holds all of its images out; give data.split_by=class"
+        raise RequestError(problem, advice)
+    return Index(train, val, tuple(classes), sums_digest, walk.folders, hold_out, ignored=dict(walk.ignored))
 
 
-def check_train_classes(index: Index, root: str | Path) -> None:
-    """Raise RequestError that names the classes without an image to train, if there are any."""
-    counts = np.bincount(index.train.labels, minlength=len(index.classes))
-    empty = [index.classes[label] for label in np.flatnonzero(counts == 0)]
-    if empty:
+def scan_validation(
+    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None, ignored: Counter[str] | None = None
+) -> Split:
+    """Return the images to evaluate a model on, labelled as a model of `classes` counts.
+
+    They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
+    may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
+    folder is not a class of the model, or if there is no image.
+    """
+    walk = Walk(root)
+    labels = {class_of(name): label for label, name in enumerate(classes)}
+    with walk.errors():
+        parent = "val" if (root / "val").is_dir() else ""
+        folders = walk.classes(parent)
+        check_any_class(root, parent, folders)
+        if unknown := [escaped_name(folder) for name, folder in folders.items() if name not in labels]:
+            problem = f"{root} has class folders that the model does not know: {list_first(unknown, 5)}"
+            raise RequestError(problem, "give data.root the folder that holds its classes")
+        entries = [
+            (file, size, labels[name])
+            for name, folder in folders.items()
+            for file, size in walk.images(os.path.join(parent.encode(), folder))
+        ]
+    if ignored is not None:
+        ignored.update(walk.ignored)
+    if hold_out and not parent:
+        chosen = hold_out.chosen((name, label) for name, _, label in entries)
+        entries = [entry for entry in entries if entry[0] in chosen]
+    if not entries:
         raise RequestError(
-            f"{root} has no image to train of class {list_first(empty, 5)}",
-            "data.split_by=file holds all of its images"
-            " out; add images there, remove the folder, or give data.split_by=class",
+            f"data.root={root} holds no image to evaluate the model on{left_out(walk.ignored)}"
         )
+    return Split.from_entries(entries)
 
 
 def check_has_validation(index: Index, root: str | Path) -> None:
     """Raise RequestError if there is no image to validate on."""
     if not len(index.val):
-        rule, other = "of each class is none", ""
-        if index.hold_out.by == "file":
-            rule, other = "with data.split_by=file draws no file", ", or give data.split_by=class"
-        remedy = f"add images, or give a larger data.val_split (for a pack: --val-split){other}"
-        problem = f"{root} has no image to validate on: data.val_split={index.hold_out.share:g} {rule}"
-        raise RequestError(problem, remedy)
-
-
-class Walk:
-    """A walk through an image folder, and what it found besides images."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._base = os.fsencode(root)
-        self.folders: dict[str, int] = {}
-        """The modification time of each folder with images."""
-        self.ignored: Counter[str] = Counter()
-        """The number of files and folders that are left out, by the reason."""
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Raise RequestError or OutageError that names the place for an error of the system."""
-        try:
-            yield
-        except OSError as error:
-            path = error.filename or self._root  # an error in the middle of a listing names no file
-            access.raise_if_outage(path, error)
-            name = names.printable_name(os.fsencode(path))
-            problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
-            raise RequestError(problem, access.PLACE_OF_DATA) from None
-
-    def classes(self, parent: bytes) -> dict[str, bytes]:
-        """Return the folders in `parent`, a name below the root, by their classes.
-
-        Raises RequestError if two folders have the same class.
-        """
-        place = os.path.join(self._base, parent) if parent else self._base
-        folders = []
-        with os.scandir(place) as found:
-            for entry in found:
-                if names.is_hidden(entry.name):
-                    if entry.name != CACHE.encode():
-                        self.ignored[names.HIDDEN] += 1
-                elif _is_folder(entry):
-                    folders.append(entry.name)
-                elif names.is_image(entry.name):
-                    self.ignored["outside of the class folders"] += 1
-        classes: dict[str, bytes] = {}
-        for name in sorted(folders, key=lambda name: (names.normal_path(name), name)):
-            other = classes.setdefault(names.class_of(name), name)
-            if other != name:
-                raise RequestError(
-                    f"{names.printable_name(place)} has two folders whose names look alike,"
-                    f" {names.escaped_name(other)} and {names.escaped_name(name)}",
-                    "move the images of one into the other",
-                )
-        return classes
-
-    def images_of_class(self, folder: bytes) -> list[tuple[bytes, int]]:
-        """Return `images` of a class folder. Raises RequestError if there are none."""
-        before = self.ignored.copy()
-        if images := list(self.images(folder)):
-            return images
-        raise part("error of an empty class")(folder, self.ignored - before)
-
-    def images(self, folder: bytes, above: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[bytes, int]]:
-        """Yield (name below the root, bytes) of each image in `folder` and the folders in it.
-
-        above: the device and inode of each folder that holds `folder`. Raises RequestError that
-        names a link which leads back to one of them.
-        """
-        path = os.path.join(self._base, folder)
-        status = os.stat(path)
-        if not above:
-            above = [
-                (place.st_dev, place.st_ino)
-                for place in (os.stat(self._base), os.stat(os.path.dirname(path)))
-            ]
-        here = (status.st_dev, status.st_ino)
-        if here in above and (link := _last_link(self._base, folder)):
-            raise RequestError(
-                f"{names.printable_name(link)} is a link to a folder that it is in", "remove the link"
-            )
-        self.folders[os.fsdecode(folder)] = status.st_mtime_ns
-        with os.scandir(path) as found:
-            for entry in found:
-                name = os.path.join(folder, entry.name)
-                if names.is_hidden(entry.name):
-                    self.ignored[names.HIDDEN] += 1
-                elif names.is_image(entry.name):
-                    size = _size(entry)
-                    if size != MISSING and entry.is_dir():
-                        raise RequestError(
-                            f"{names.printable_name(entry.path)} is a folder that is named like an image",
-                            "rename or remove it",
-                        )
-                    yield name, size
-                elif _is_folder(entry):
-                    yield from self.images(name, [*above, here])
-                else:
-                    self.ignored[names.why_ignored(entry.name)] += 1
-
-
-def _last_link(base: bytes, folder: bytes) -> bytes | None:
-    """Return the last link in the path of `folder` below `base`, or None."""
-    while folder:
-        path = os.path.join(base, folder)
-        if os.path.islink(path):
-            return path
-        folder = os.path.dirname(folder)
-    return None
-
-
-def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    """Return True for a folder. The listing says so: only for a link it takes a system call.
-
-    Raises OutageError if the place that a link leads to is away.
-    """
-    if entry.is_symlink():
-        _size(entry)
-    return entry.is_dir()
-
-
-def _size(entry: os.DirEntry[bytes]) -> int:
-    """Return the size, or MISSING. Raises OutageError if the place that a link leads to is away."""
-    try:
-        return entry.stat().st_size
-    except OSError as error:
-        failure = access.read_error(entry.path, error)
-        if isinstance(failure, OutageError):
-            raise failure from None
-        return MISSING
+        problem = f"{root} has no image to validate on with data.val_split={index.hold_out.share:g}"
+        raise RequestError(problem, "add images, or give a larger data.val_split (for a pack: --val-split)")

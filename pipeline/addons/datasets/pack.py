@@ -12,18 +12,16 @@ SHA-256 of a shard by `data check`. `tar xf` of all shards restores the folder. 
     train-0000.tar, val-0000.tar, …
 """
 
-import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 import shlex
 import stat
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +29,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.addons.store.bucket import MissingError, Store
-from pipeline.data.access import (
-    PACK_FILE,
-    PLACE_OF_DATA,
-    is_non_empty_folder,
-    open_regular,
-    outage_error,
-    raise_if_outage,
-)
+from pipeline.data import access
 from pipeline.data.index import Index, SplitImages
-from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.errors import RequestError
-from pipeline.files import atomic_write, parse_json
+from pipeline.data.interface import UnreadableError
+from pipeline.errors import RequestError, one_line
+from pipeline.files import parse_json
 
 FORMAT = 2
 """The format of new packs. In format 1, of version 0.2, no image is turned upright."""
-SUMMARY = PACK_FILE
+SUMMARY = access.PACK_FILE
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
-CHANGED = f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
 REPACK = "remove it and pack it again"
 NOT_PACKED = "could not be read when it was packed"
-_MAX_SUMMARY_BYTES = 1 << 28
-_MAX_INDEX_BYTES = 1 << 32  # of 40 million images
+_MAX_BYTES = {SUMMARY: 1 << 28, INDEX: 1 << 32}  # of 40 million images
 _ATTEMPTS = 3
 """Reads of an index from a bucket, until one has the digest that the summary names."""
 NPY_MAGIC = b"\x93NUMPY"
@@ -99,9 +88,6 @@ class PackImages(SplitImages):
     _descriptors: dict[int, int] = field(default_factory=dict, compare=False)
     """Shard number -> descriptor, of the shards read so far."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has none of these descriptors
-        return partial(PackImages, upright=self.upright), (self.root, self.split, self.split_name)
-
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
         size = self.size(i)
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
@@ -114,9 +100,9 @@ class PackImages(SplitImages):
             data = os.pread(self._descriptors[shard], size, offset)
         except OSError as error:  # an outage, because the shard was there when the pack was opened
             if shard in self._descriptors:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     os.close(self._descriptors.pop(shard))  # a stale handle stays stale
-            raise outage_error(path, error) from None
+            raise access.outage_error(path, error) from None
         if len(data) != size or zlib.crc32(data) != crc:
             raise UnreadableError(f"{path.name} has changed at byte {offset:,} since it was packed")
         return file_or_pixels(data)
@@ -139,62 +125,60 @@ def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:
         return data
     try:
         pixels: NDArray[np.uint8] = np.load(io.BytesIO(data), allow_pickle=False)
-    except (
-        Exception
-    ) as error:  # NumPy parses the header as Python: tokenize.TokenError, OverflowError and more
-        raise UnreadableError(f"its pixels cannot be read: {' '.join(str(error).split())[:200]}") from None
+    except Exception as error:  # NumPy parses the header as Python: TokenError, OverflowError and more
+        raise UnreadableError(f"its pixels cannot be read: {one_line(error)}") from None
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise UnreadableError(f"it holds {pixels.dtype} {pixels.shape} instead of pixels")
     return pixels.transpose(2, 0, 1)
 
 
-def open_index(root: Path | Store, cache: Path | None = None) -> Index:
+def open_index(root: Path | Store) -> Index:
     """Return the index of the pack in `root`: memory-mapped, unless it comes from a bucket.
 
-    cache: folder that keeps the index of a bucket, see `data.cache`. Raises RequestError if there
-    is no pack, or if it is damaged or incomplete.
+    Raises RequestError if there is no pack, or if it is damaged or incomplete.
     """
     summary = read_summary(root)
-    index = _kept_index(cache, summary["index"]) if cache else None
-    if index is None:
-        index = _read_index(root, summary["index"], _ATTEMPTS if isinstance(root, Store) else 1)
-        if cache:
-            _keep_index(cache, index)
-    for name, split in (("train", index.train), ("val", index.val)):
+    index = _read_index(root, summary["index"])
+    for split in (index.train, index.val):
         # whoever wrote both files can make the digest match
         if len(split.places) != 3 * len(split) or not split.is_valid(len(index.classes)):
-            raise _damaged(root, f"the parts of {INDEX} contradict each other ({name})")
+            raise _damaged(root, f"the parts of {INDEX} contradict each other")
     sizes = _shard_sizes(root, summary)
     for shard in summary["shards"]:
         size = sizes.get(shard["name"])
-        if size is None:
-            raise _damaged(root, f"{shard['name']} does not exist, or is not a file")
         if size != shard["bytes"]:
-            raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
+            found = "is missing, or not a file" if size is None else f"has {size:,} bytes"
+            raise _damaged(root, f"{shard['name']} {found}, not {shard['bytes']:,} bytes")
     return index
 
 
-def _read_index(root: Path | Store, digest: str, attempts: int = 1) -> Index:
+def cache_folder(cache: Path, digest: str) -> Path:
+    """Return the folder in `data.cache` of the pack whose index has this digest."""
+    return cache / digest[:16]
+
+
+def _read_index(root: Path | Store, digest: str) -> Index:
     """Return the index with this digest. Raises RequestError if it is not in `root`."""
-    try:
-        index = Index.from_bytes(_read(root, INDEX, _MAX_INDEX_BYTES))
-        if index.digest == digest:
-            return index
-        error: object = "it is another one"
-    except (OSError, MissingError, ValueError) as problem:
-        if isinstance(problem, OSError) and isinstance(root, Path):
-            raise_if_outage(root / INDEX, problem)
-        error = problem
-    if attempts > 1:  # the bytes of a bucket may be lost or changed on their way
-        return _read_index(root, digest, attempts - 1)
-    raise _damaged(root, f"{INDEX} cannot be read ({error})")
+    problem: object = "it is another one"
+    for _ in range(_ATTEMPTS if isinstance(root, Store) else 1):  # bytes may change on their way
+        try:
+            index = Index.from_bytes(_read(root, INDEX))
+            if index.digest == digest:
+                return index
+        except (MissingError, ValueError) as error:
+            problem = error
+        except OSError as error:
+            access.raise_if_outage(Path(str(root), INDEX), error)
+            problem = error
+    raise _damaged(root, f"{INDEX} cannot be read ({problem})")
 
 
-def _read(root: Path | Store, name: str, limit: int) -> Any:
+def _read(root: Path | Store, name: str) -> Any:
     """Return the bytes of a file of a pack. One in a folder is memory-mapped."""
+    limit = _MAX_BYTES[name]
     if isinstance(root, Store):
         return root.read(name, limit)
-    with open(root / name, "rb", opener=open_regular) as file:
+    with open(root / name, "rb", opener=access.open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"it has {size:,} bytes, more than the {limit:,} allowed")
@@ -212,72 +196,42 @@ def _shard_sizes(root: Path | Store, summary: dict[str, Any]) -> dict[str, int]:
             if stat.S_ISREG(status.st_mode):  # a named pipe would never end
                 sizes[shard["name"]] = status.st_size
         except OSError as error:
-            raise_if_outage(root / shard["name"], error)
+            access.raise_if_outage(root / shard["name"], error)
     return sizes
-
-
-def cache_folder(cache: Path, digest: str) -> Path:
-    """Return the folder in `data.cache` of the pack whose index has this digest."""
-    return cache / digest[:16]
-
-
-def _kept_index(cache: Path, digest: str) -> Index | None:
-    with contextlib.suppress(OSError, RequestError, OutageError):
-        return _read_index(cache_folder(cache, digest), digest)
-    return None
-
-
-def _keep_index(cache: Path, index: Index) -> None:
-    folder = cache_folder(cache, index.digest)
-    with contextlib.suppress(OSError):  # it is reported when the first image is to be kept
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / INDEX, index.to_bytes(), shared=True)
 
 
 def read_summary(root: Path | Store) -> dict[str, Any]:
     """Return the contents of pack.json. Raises RequestError if it is missing or not valid."""
     try:
-        summary = parse_json(bytes(_read(root, SUMMARY, _MAX_SUMMARY_BYTES)))
-        if summary["format"] not in (1, FORMAT):
-            found = json.dumps(summary["format"])[:20]  # it may be text of any length
-            raise RequestError(f"{root} is a pack of format {found}, and this program reads 1 and {FORMAT}")
+        summary = dict(parse_json(bytes(_read(root, SUMMARY))))
         # all names become those of files: of shards, and of a folder of the cache
-        is_valid = bool(re.fullmatch(r"[0-9a-f]{64}", summary["index"]))
+        is_valid = bool(
+            re.fullmatch(r"[0-9a-f]{64}", summary["index"]) and summary["level"] and summary["source"]
+        )
         for shard in summary["shards"]:
             is_shard = re.fullmatch(r"(train|val)-\d{4,}\.tar", shard["name"])
             is_valid &= bool(is_shard and isinstance(shard["bytes"], int) and shard["sha256"])
-        if not is_valid or not summary["level"] or not summary["source"]:
-            raise ValueError("an entry is not valid")
+        if not is_valid or summary["format"] not in (1, FORMAT):
+            raise ValueError(f"an entry is not valid, or not of format 1 or {FORMAT}")
+        return summary
     except (FileNotFoundError, NotADirectoryError, MissingError):
-        missing = f"data.root={root} holds no complete pack ({SUMMARY} is missing)"
-        raise RequestError(missing, _how_to_make(root)) from None
+        problem = f"data.root={root} holds no complete pack ({SUMMARY} is missing)"
+        raise RequestError(problem, _how_to_make(root)) from None
     except OSError as error:
-        assert isinstance(root, Path)
-        raise_if_outage(root / SUMMARY, error)
-        raise RequestError(
-            f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}", PLACE_OF_DATA
-        ) from None
+        access.raise_if_outage(Path(str(root), SUMMARY), error)
+        problem = f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}"
+        raise RequestError(problem, access.PLACE_OF_DATA) from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
-    return dict(summary)
 
 
 def _how_to_make(root: Path | Store) -> str:
     """Return the advice for a place that holds no complete pack: a command that works there."""
-    given = "give its place with data.root=FOLDER, or"
-    quoted = shlex.quote(str(root))
-    if isinstance(root, Store):
-        return f"give its place with data.root, or make one with 'pipeline data pack SRC {quoted}'"
-    if re.match("imagenet(-|$)", root.name) and not root.exists():
-        make = f"pipeline data import imagenet ARCHIVES {quoted} --pack max-side=500,q=90"
-        return f"{given} make one of ImageNet's archives with '{make}'"
-    if root.is_file():
-        return "give the folder of a pack"
-    if is_non_empty_folder(root) and not (root / REQUEST).exists():
-        new = shlex.quote(str(root.with_name(f"{root.name}-pack")))
-        remedy = f"{given} make one with 'pipeline data pack {quoted} {new}' and give data.root={new}"
-        return f"{remedy}, or train from a folder of images with data.source=folder"
-    return f"{given} make one with 'pipeline data pack SRC {quoted}'"
+    source, out = "SRC", shlex.quote(str(root))
+    if isinstance(root, Path) and access.is_non_empty_folder(root) and not (root / REQUEST).exists():
+        source, out = out, shlex.quote(str(root.with_name(f"{root.name}-pack")))
+    make = f"make one with 'pipeline data pack {source} {out}'"
+    return f"give its place with data.root=FOLDER, or {make} and give data.root={out}"
 
 
 def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -286,9 +240,12 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
         try:
             with open(root / shard["name"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                    yield shard["name"], CHANGED
+                    yield (
+                        shard["name"],
+                        f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}",
+                    )
         except OSError as error:
-            raise outage_error(root / shard["name"], error) from None
+            raise access.outage_error(root / shard["name"], error) from None
 
 
 def _damaged(root: Path | Store, what: str) -> RequestError:

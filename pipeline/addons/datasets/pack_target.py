@@ -1,10 +1,8 @@
 """Places that `pipeline data pack` writes to: a folder, or s3://bucket/prefix.
 
 Promise: in both, a file of the pack has its name only once it is complete. A folder has a lock: one
-process packs into it. A bucket has no lock, because it would outlive a killed process. So two
-starts of the same request may pack into one prefix at the same time. They write the same bytes, and
-each skips the shards that the other has completed. Different requests cannot share a prefix: the
-first to write its request there keeps it.
+process packs into it. A bucket has none, because it would outlive a killed process: one start at a
+time is to pack into a prefix.
 """
 
 import os
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.addons.datasets.pack import REQUEST
-from pipeline.addons.store.bucket import ConflictError, MissingError, Store
+from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.files import atomic_write, lock, replacing, temporary_sibling
 
@@ -46,10 +44,6 @@ class Folder:
     def write(self, name: str, data: bytes) -> None:
         atomic_write(self._path / name, data)
 
-    def write_first(self, name: str, data: bytes) -> None:
-        """Write a file unless another start has."""
-        self.write(name, data)  # this process holds the lock
-
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
         """Yield a new file on a local disk. It gets its name if the block succeeds."""
@@ -69,21 +63,17 @@ class Folder:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep other processes out if the place has a lock. Raise errors of the disk as ours.
-
-        Raises TemporaryError if another process holds the lock, StorageError if it cannot write.
-        """
+        """Keep other processes out if the place has a lock. Raise errors of the disk as ours."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             with open(self._path / _LOCK, "w", encoding="utf-8") as file:
                 # the workers of a killed command hold its lock for another instant
                 if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
                     raise TemporaryError(f"{self._path} is being packed by another process: wait for it")
-                yield
-                (self._path / _LOCK).unlink()
-        except RequestError:
-            (self._path / _LOCK).unlink()
-            raise
+                try:
+                    yield
+                finally:
+                    (self._path / _LOCK).unlink()
         except (FileExistsError, NotADirectoryError):
             raise RequestError(f"{self._path} is not a folder: name one, or a new one") from None
         except OSError as error:
@@ -109,10 +99,6 @@ class Bucket:
 
     def write(self, name: str, data: bytes) -> None:
         self._store.write(name, data)
-
-    def write_first(self, name: str, data: bytes) -> None:
-        with suppress(ConflictError):
-            self._store.write(name, data, if_absent=True)
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:

@@ -1,11 +1,13 @@
 """The place of a run's data: it is there, and the run's folder is not in it."""
 
 import os
+import unicodedata
 from pathlib import Path
 
-from pipeline.addons.datasets.manifest import SPLITS, find_cached_index, find_missing_folder
+from pipeline.addons.datasets.manifest import find_cached_index
 from pipeline.config.schema import Config
 from pipeline.data.access import is_bucket, is_non_empty_folder
+from pipeline.data.index import Index
 from pipeline.data.names import printable_name
 from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError, TemporaryError
@@ -16,7 +18,7 @@ def check_run_is_outside(config: Config, source: Source) -> None:
     if source.index and source.index.folders:
         root = data_root(config)
         folders = [root / name for name in source.index.folders]
-        folders += [] if SPLITS[0] in source.index.folders else [root]  # class folders
+        folders += [] if "train" in source.index.folders else [root]  # class folders
         place = Path(os.path.realpath(config.run_dir))
         if {Path(os.path.realpath(path)) for path in folders} & {place, *place.parents}:
             problem = f"run.dir={config.run_dir} is among the images of data.root={root}"
@@ -35,10 +37,22 @@ def check_is_there(config: Config, before: Config | None, digest: str | None) ->
     lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
     if is_non_empty_folder(Path(root)):
         index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
-        missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
+        missing = _missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
         if not missing:
             return
         lost = f": {printable_name(os.fsencode(missing))}/"
         remedy = f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
     problem = f"data.root={root}{lost} is missing or empty, and the run in {config.run_dir} was trained on it"
     raise TemporaryError(problem, remedy)
+
+
+def _missing_folder(index: Index, root: Path) -> str | None:
+    """Return a folder with images of the index that is missing or empty now, or None."""
+    for folder in index.folders:
+        # another system may have written the index, and spell the folder in another of these forms
+        spellings = {folder, *(unicodedata.normalize(form, folder) for form in ("NFC", "NFD"))}
+        if any(is_non_empty_folder(root / spelling) for spelling in spellings):
+            continue
+        if any(name.startswith(os.fsencode(folder) + b"/") for name in index.names()):
+            return folder
+    return None

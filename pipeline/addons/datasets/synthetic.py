@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,12 @@ from pipeline.files import temporary_sibling
 from pipeline.plan import DataSize
 from pipeline.randomness import derive
 
-SplitName = Literal["train", "val"]
-
 
 @dataclass(frozen=True)
 class SyntheticImages:
     """A coarse pattern for each class, with noise: learnable, and a function of (split, id)."""
 
-    split: SplitName
+    split: str
     count: int
     num_classes: int
     side: int
@@ -58,21 +56,23 @@ class SyntheticImages:
         return noise
 
 
+def synthetic_images(count: int, num_classes: int, side: int) -> tuple[SyntheticImages, SyntheticImages]:
+    """Return `count` images to train and a quarter as many for validation."""
+    train = SyntheticImages("train", count, num_classes, side)
+    return train, SyntheticImages("val", -(-count // 4), num_classes, side)
+
+
 def synthetic_source(config: Config) -> Source:
     """Return the source of data.source=synthetic. Raises RequestError if a class has no image."""
-    if config.data.num_images < config.data.num_classes:
-        given = (
-            f"data.num_images={config.data.num_images} is below data.num_classes={config.data.num_classes}"
-        )
+    count, num_classes = config.data.num_images, config.data.num_classes
+    if count < num_classes:
+        given = f"data.num_images={count} is below data.num_classes={num_classes}"
         raise RequestError(given, "give as many images as classes, or more")
-    size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
+    train, val = synthetic_images(count, num_classes, side)
+    size = DataSize(len(train), len(val), num_classes)
     digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()
-    classes = tuple(f"class {label}" for label in range(size.num_classes))
-    train = SyntheticImages("train", size.train_images, size.num_classes, side)
-    return Source(
-        size, digest, classes, train, SyntheticImages("val", size.val_images, size.num_classes, side)
-    )
+    return Source(size, digest, tuple(f"class {label}" for label in range(num_classes)), train, val)
 
 
 def make_digits(root: Path) -> None:
@@ -84,23 +84,20 @@ def make_digits(root: Path) -> None:
     with _atomic_folder(root) as folder:
         for i, (image, label) in enumerate(zip(pixels, digits.target, strict=True)):
             split = "val" if i % 5 == 0 else "train"
-            _save(folder / split / str(label) / f"{i:04d}.png", image)
+            save(folder / split / str(label) / f"{i:04d}.png", image)
 
 
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
     """Write `num_images` synthetic JPEG files to train, and a quarter as many for validation."""
-    if num_classes < 2:
-        raise RequestError("a classifier needs at least two classes", "give --classes 2 or more")
-    if num_images <= 4 * (num_classes - 1):
-        few = f"{num_images:,} images, a quarter as many for validation, leave some of {num_classes:,} classes empty"
-        raise RequestError(few, f"make at least {4 * num_classes - 3:,} images")
+    least = 4 * num_classes - 3
+    if num_classes < 2 or num_images < least:
+        problem = f"{num_images:,} images, a quarter as many for validation, in {num_classes:,} classes"
+        raise RequestError(problem, f"give 2 classes or more, and 4 × classes - 3 = {least:,} images or more")
     with _atomic_folder(root) as folder:
-        counts: dict[SplitName, int] = {"train": num_images, "val": -(-num_images // 4)}
-        for split, count in counts.items():
-            images = SyntheticImages(split, count, num_classes, side)
-            for i in range(count):
-                name = folder / split / f"class-{images.label(i):04d}" / f"{i:07d}.jpg"
-                _save(name, images.read(i).transpose(1, 2, 0), quality=95)
+        for images in synthetic_images(num_images, num_classes, side):
+            for i in range(len(images)):
+                name = folder / images.split / f"class-{images.label(i):04d}" / f"{i:07d}.jpg"
+                save(name, images.read(i).transpose(1, 2, 0), quality=95)
 
 
 @contextmanager
@@ -132,7 +129,7 @@ def check_absent(root: Path) -> None:
         raise RequestError(f"{root} already exists", "remove it, or name another folder")
 
 
-def _save(path: Path, image: NDArray[np.uint8], **options: Any) -> None:
+def save(path: Path, image: NDArray[np.uint8], **options: Any) -> None:
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.addons.datasets.folders import scan_validation
-from pipeline.addons.datasets.manifest import scan
+from pipeline.addons.datasets.manifest import scan, scan_validation
 from pipeline.config.schema import Config
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split, describe_ignored

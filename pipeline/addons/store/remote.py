@@ -9,7 +9,6 @@ its limit goes. It evicts nothing: in an epoch each image is used once, in rando
 of a size gives the same rate of hits, and the best possible one.
 
     DIR/<16 hex of the index's digest>/
-        pack.index                the verified index
         train.images, val.images  the images in the order of the index, sparse
         train.kept, val.kept      one byte for each image: 1 if it was written
 """
@@ -151,10 +150,10 @@ def _without_cache(place: str, split: Split, split_name: str, upright: bool) -> 
     return StoreImages(Store(place), split, split_name, upright=upright)
 
 
-def open_index(place: str, cache: Path | None) -> Index:
+def open_index(place: str) -> Index:
     """Return the index of a pack in a bucket. Raises RequestError, OutageError."""
     store = Store(place)
-    index = pack.open_index(store, cache)
+    index = pack.open_index(store)
     check_ranges(store, index)
     return index
 
