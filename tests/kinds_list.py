@@ -5,16 +5,15 @@ Where possible they call the project's own code. `kinds.py` computes and compare
 
 import io
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torchvision
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.models import ConvNeXt, mobilenet_v3_small, resnet18
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.vision_transformer import EncoderBlock
 
@@ -47,15 +46,6 @@ WORDS = (
 IMAGES = 96
 
 
-@dataclass(frozen=True)
-class Kind:
-    make: Callable[[], Iterable[Tensor]]
-    is_quick: bool = True
-    """It takes no more than a few seconds in qemu."""
-    runs_in_qemu: bool = True
-    """False: bilinear grid_sample ends qemu 7.2 with a segmentation fault."""
-
-
 # --- what a kind is made of ---
 
 
@@ -83,11 +73,9 @@ def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
     state.model.eval()
     with torch.inference_mode():
         logits = state.model(step.normalise(step.used[0].images))
-    moments = [
-        value for of in state.optimizer.state.values() for value in of.values() if isinstance(value, Tensor)
-    ]
-    averages = state.ema.state_dict().values() if state.ema else ()
-    return [loss, logits, *state.model.state_dict().values(), *averages, *moments, state.totals]
+    moments = [value for of in state.optimizer.state.values() for value in of.values()]
+    weights = [*state.model.state_dict().values(), *(state.ema.state_dict().values() if state.ema else ())]
+    return [loss, logits, *weights, *(value for value in moments if isinstance(value, Tensor)), state.totals]
 
 
 def batches(config: Config, plan: Plan, step: int) -> Iterator[Batch]:
@@ -124,20 +112,13 @@ def convolution(out: int, size: int, **options: Any) -> Callable[[], nn.Module]:
 
 
 def vit() -> nn.Module:
-    size = {
-        "image_size": 16,
-        "patch_size": 4,
-        "num_layers": 2,
-        "num_heads": 2,
-        "hidden_dim": 32,
-        "mlp_dim": 64,
-    }
-    return zoo.vit_s_16(10, **size)
+    depth = {"num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+    return zoo.vit_s_16(10, image_size=16, patch_size=4, **depth)
 
 
 def convnext() -> nn.Module:
     blocks = [CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)]
-    return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=10)
+    return ConvNeXt(blocks, 0.1, num_classes=10)
 
 
 def initial_weights(model: Callable[[], nn.Module]) -> Iterable[Tensor]:
@@ -147,11 +128,8 @@ def initial_weights(model: Callable[[], nn.Module]) -> Iterable[Tensor]:
 
 def large_layers() -> Iterator[Tensor]:
     """Yield convolutions so large that oneDNN divides them by the sizes of the caches."""
-    for inputs, outputs, size, kernel, stride in (
-        (64, 64, 56, 3, 1),
-        (256, 256, 14, 3, 1),
-        (3, 64, 112, 7, 2),
-    ):
+    shapes = ((64, 64, 56, 3, 1), (256, 256, 14, 3, 1), (3, 64, 112, 7, 2))
+    for inputs, outputs, size, kernel, stride in shapes:
         torch.manual_seed(size)
         images = torch.randn(2, inputs, size, size, requires_grad=True)
         layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
@@ -177,35 +155,14 @@ def torch_functions() -> Iterator[Tensor]:
         ):  # fmt: skip
             yield getattr(torch, name)(x, *[0] * (name in ("softmax", "log_softmax", "cumsum")))
         for name in (
-            "log",
-            "log1p",
-            "log2",
-            "sqrt",
-            "rsqrt",
-            "sum",
-            "mean",
-            "var",
-            "std",
-            "norm",
-            "logsumexp",
-            "prod",
-        ):
+            "log", "log1p", "log2", "sqrt", "rsqrt", "sum", "mean", "var", "std", "norm", "logsumexp", "prod",
+        ):  # fmt: skip
             yield getattr(torch, name)(x.abs() + 1e-3, *[0] * (name == "logsumexp"))
-        yield from (
-            x**3,
-            0.9**x,
-            torch.erfinv(x / 40),
-            functional.gelu(x),
-            functional.mish(x),
-            functional.normalize(x, dim=0),
-        )
+        yield from (x**3, 0.9**x, torch.erfinv(x / 40))
+        yield from (functional.gelu(x), functional.mish(x), functional.normalize(x, dim=0))
         torch.manual_seed(0)
-        yield from (
-            nn.init.trunc_normal_(x.clone()),
-            x.clone().normal_(),
-            x.clone().uniform_(),
-            x.clone().exponential_(),
-        )
+        yield nn.init.trunc_normal_(x.clone())
+        yield from (x.clone().normal_(), x.clone().uniform_(), x.clone().exponential_())
     small = torch.randn(4097, generator=generator(0, "x")).bfloat16()
     yield from (small.sqrt(), small.exp(), small * small, small.sum())
 
@@ -303,67 +260,67 @@ def evaluation() -> Iterator[Tensor]:
 
 
 BLOCK, TRANSFORMER = (lambda: net(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())), vit
-KINDS: dict[str, Kind] = {
-    "convolution": Kind(lambda: train(convolution(24, 3))),
-    "grouped convolution": Kind(lambda: train(convolution(32, 3, groups=4))),
-    "depthwise convolution": Kind(lambda: train(convolution(16, 7, groups=16))),
-    "strided convolution": Kind(lambda: train(convolution(32, 3, stride=2))),
-    "1×1 convolution": Kind(lambda: train(convolution(64, 1))),
-    "dilated convolution": Kind(lambda: train(convolution(16, 3, dilation=2))),
-    "large convolutions": Kind(large_layers, is_quick=False),
-    "matrix products": Kind(matrix_products),
-    "batch norm": Kind(lambda: train(BLOCK)),
-    "layer norm": Kind(lambda: train(lambda: net(nn.LayerNorm([16, 16, 16])))),
-    "group norm": Kind(lambda: train(lambda: net(nn.GroupNorm(4, 16)))),
-    "attention": Kind(lambda: train(lambda: net(nn.MaxPool2d(2), Tokens()))),
-    "GELU": Kind(lambda: train(lambda: net(nn.GELU(), nn.GELU("tanh")))),
-    "SiLU, ELU, softplus": Kind(lambda: train(lambda: net(nn.SiLU(), nn.ELU(), nn.Softplus()))),
-    "hard-swish": Kind(lambda: train(lambda: net(nn.Hardswish(), nn.Hardsigmoid(), nn.ReLU6()))),
-    "max pooling": Kind(lambda: train(lambda: net(nn.MaxPool2d(3, 2, 1)))),
-    "average pooling": Kind(lambda: train(lambda: net(nn.AvgPool2d(3, 2, 1)))),
-    "adaptive pooling": Kind(lambda: train(lambda: net(nn.AdaptiveAvgPool2d(5), nn.AdaptiveMaxPool2d(3)))),
-    "interpolation": Kind(lambda: train(lambda: net(nn.Upsample(scale_factor=1.5, mode="bilinear")))),
-    "dropout": Kind(lambda: train(lambda: net(nn.Dropout(0.3), nn.Dropout2d(0.2)))),
-    "label smoothing": Kind(lambda: train(BLOCK, "train.label_smoothing=0.1")),
-    "BCE": Kind(lambda: train(BLOCK, "train.loss=bce", "train.label_smoothing=0.1")),
-    "mixup and cutmix": Kind(lambda: train(BLOCK, "augment.mixup=0.2", "augment.cutmix=1")),
-    "SGD": Kind(lambda: train(TRANSFORMER, "optimizer.nesterov=true", "optimizer.weight_decay=0.01")),
-    "AdamW": Kind(lambda: train(TRANSFORMER, "optimizer.name=adamw", "optimizer.nesterov=false")),
-    "LAMB": Kind(
-        lambda: train(TRANSFORMER, "optimizer.name=lamb", "optimizer.nesterov=false", "train.clip=1")
-    ),
-    "Muon": Kind(lambda: train(TRANSFORMER, "optimizer.name=muon")),
-    "Muon, convolutions": Kind(lambda: train(convolution(96, 3), "optimizer.name=muon")),
-    "clipping": Kind(lambda: train(BLOCK, "train.clip=0.1")),
-    "accumulation": Kind(lambda: train(BLOCK, "batch.accumulate=2")),
-    "exact mode": Kind(lambda: train(BLOCK, "run.exact=true", "exact.shards=4")),
-    "channels last": Kind(lambda: train(BLOCK, "model.channels_last=true")),
-    "channels last, ConvNeXt": Kind(lambda: train(convnext, "augment.size=32", "model.channels_last=true")),
-    "ResNet-18 at 32 px": Kind(lambda: train(torchvision.models.resnet18, "augment.size=32"), is_quick=False),
-    "MobileNet V3 at 32 px": Kind(
-        lambda: train(lambda: torchvision.models.mobilenet_v3_small(num_classes=10), "augment.size=32"),
-        is_quick=False,
-    ),
-    "airbench94 at 16 px": Kind(lambda: train(zoo.airbench94), is_quick=False),
-    "initial weights, ResNet-18": Kind(lambda: initial_weights(torchvision.models.resnet18), is_quick=False),
-    "initial weights, ViT": Kind(lambda: initial_weights(vit)),
-    "initial weights, ConvNeXt": Kind(lambda: initial_weights(convnext)),
-    "initial weights, MobileNet V3": Kind(
-        lambda: initial_weights(torchvision.models.mobilenet_v3_small), False
-    ),
-    "initial weights, airbench94": Kind(lambda: initial_weights(zoo.airbench94)),
-    "functions of torch": Kind(torch_functions),
-    "decoded pixels": Kind(decoded),
-    "resized pixels": Kind(resized),
-    "crop, flip and erasing": Kind(lambda: augmented("augment.flip=0.5", "augment.erase=0.9")),
-    "shifted pixels": Kind(lambda: augmented("augment.pad=2")),
+KINDS: dict[str, Callable[[], Iterable[Tensor]]] = {
+    "convolution": lambda: train(convolution(24, 3)),
+    "grouped convolution": lambda: train(convolution(32, 3, groups=4)),
+    "depthwise convolution": lambda: train(convolution(16, 7, groups=16)),
+    "strided convolution": lambda: train(convolution(32, 3, stride=2)),
+    "1×1 convolution": lambda: train(convolution(64, 1)),
+    "dilated convolution": lambda: train(convolution(16, 3, dilation=2)),
+    "large convolutions": large_layers,
+    "matrix products": matrix_products,
+    "batch norm": lambda: train(BLOCK),
+    "layer norm": lambda: train(lambda: net(nn.LayerNorm([16, 16, 16]))),
+    "group norm": lambda: train(lambda: net(nn.GroupNorm(4, 16))),
+    "attention": lambda: train(lambda: net(nn.MaxPool2d(2), Tokens())),
+    "GELU": lambda: train(lambda: net(nn.GELU(), nn.GELU("tanh"))),
+    "SiLU, ELU, softplus": lambda: train(lambda: net(nn.SiLU(), nn.ELU(), nn.Softplus())),
+    "hard-swish": lambda: train(lambda: net(nn.Hardswish(), nn.Hardsigmoid(), nn.ReLU6())),
+    "max pooling": lambda: train(lambda: net(nn.MaxPool2d(3, 2, 1))),
+    "average pooling": lambda: train(lambda: net(nn.AvgPool2d(3, 2, 1))),
+    "adaptive pooling": lambda: train(lambda: net(nn.AdaptiveAvgPool2d(5), nn.AdaptiveMaxPool2d(3))),
+    "interpolation": lambda: train(lambda: net(nn.Upsample(scale_factor=1.5, mode="bilinear"))),
+    "dropout": lambda: train(lambda: net(nn.Dropout(0.3), nn.Dropout2d(0.2))),
+    "label smoothing": lambda: train(BLOCK, "train.label_smoothing=0.1"),
+    "BCE": lambda: train(BLOCK, "train.loss=bce", "train.label_smoothing=0.1"),
+    "mixup and cutmix": lambda: train(BLOCK, "augment.mixup=0.2", "augment.cutmix=1"),
+    "SGD": lambda: train(TRANSFORMER, "optimizer.nesterov=true", "optimizer.weight_decay=0.01"),
+    "AdamW": lambda: train(TRANSFORMER, "optimizer.name=adamw", "optimizer.nesterov=false"),
+    "LAMB": lambda: train(TRANSFORMER, "optimizer.name=lamb", "optimizer.nesterov=false", "train.clip=1"),
+    "Muon": lambda: train(TRANSFORMER, "optimizer.name=muon"),
+    "Muon, convolutions": lambda: train(convolution(96, 3), "optimizer.name=muon"),
+    "clipping": lambda: train(BLOCK, "train.clip=0.1"),
+    "accumulation": lambda: train(BLOCK, "batch.accumulate=2"),
+    "exact mode": lambda: train(BLOCK, "run.exact=true", "exact.shards=4"),
+    "channels last": lambda: train(BLOCK, "model.channels_last=true"),
+    "channels last, ConvNeXt": lambda: train(convnext, "augment.size=32", "model.channels_last=true"),
+    "ResNet-18 at 32 px": lambda: train(resnet18, "augment.size=32"),
+    "MobileNet V3 at 32 px": lambda: train(lambda: mobilenet_v3_small(num_classes=10), "augment.size=32"),
+    "airbench94 at 16 px": lambda: train(zoo.airbench94),
+    "initial weights, ResNet-18": lambda: initial_weights(resnet18),
+    "initial weights, ViT": lambda: initial_weights(vit),
+    "initial weights, ConvNeXt": lambda: initial_weights(convnext),
+    "initial weights, MobileNet V3": lambda: initial_weights(mobilenet_v3_small),
+    "initial weights, airbench94": lambda: initial_weights(zoo.airbench94),
+    "functions of torch": torch_functions,
+    "decoded pixels": decoded,
+    "resized pixels": resized,
+    "crop, flip and erasing": lambda: augmented("augment.flip=0.5", "augment.erase=0.9"),
+    "shifted pixels": lambda: augmented("augment.pad=2"),
     **{
-        name: Kind(lambda word=f"augment.policy={name}": augmented(word))  # type: ignore[misc]
+        name: lambda word=f"augment.policy={name}": augmented(word)  # type: ignore[misc]
         for name in ("randaugment", "autoaugment", "trivialaugment")
     },
-    "augmix": Kind(lambda: augmented("augment.policy=augmix"), runs_in_qemu=False),
-    "draws of mixup and crops": Kind(draws),
-    "learning rates": Kind(schedules),
-    "order of the samples": Kind(orders),
-    "evaluation": Kind(evaluation),
+    "augmix": lambda: augmented("augment.policy=augmix"),
+    "draws of mixup and crops": draws,
+    "learning rates": schedules,
+    "order of the samples": orders,
+    "evaluation": evaluation,
 }
+SLOW = {
+    "large convolutions", "ResNet-18 at 32 px", "MobileNet V3 at 32 px", "airbench94 at 16 px",
+    "initial weights, ResNet-18", "initial weights, MobileNet V3",
+}  # fmt: skip
+"""Kinds that take more than a few seconds in qemu."""
+NOT_IN_QEMU = {"augmix"}
+"""Bilinear grid_sample ends qemu 7.2 with a segmentation fault."""

@@ -94,21 +94,16 @@ def test_an_index_of_version_0_2_is_not_used_again(tmp_path: Path) -> None:
 def test_images_are_the_files_that_the_decoder_reads(tmp_path: Path) -> None:
     Image.init()
     formats = {name: kind for name, kind in Image.registered_extensions().items() if kind in images._FORMATS}
-    allowed = {extension.decode() for extension in EXTENSIONS}
-    assert set(formats) - allowed == {".pfm"}, "floating point"
+    allowed = [extension.decode() for extension in EXTENSIONS]
+    assert formats.keys() - allowed == {".pfm"}, "floating point"
     for extension in allowed:
-        kind = formats.get(extension, {".mpo": "MPO"}.get(extension, "JPEG"))
-        buffer = io.BytesIO()
-        mode = {".pgm": "L", ".pbm": "1"}.get(extension, "RGB")
+        buffer, mode = io.BytesIO(), {".pgm": "L", ".pbm": "1"}.get(extension, "RGB")
+        kind = formats.get(extension, "MPO" if extension == ".mpo" else "JPEG")
         Image.effect_noise((8, 8), 50).convert(mode).save(buffer, kind)
         assert decode(buffer.getvalue()).shape == (3, 8, 8)
-        for split in ("train", "val"):
-            for name in (f"cat/1{extension}", f"cat/2{extension.upper()}", f"dog/1{extension}"):
-                path = tmp_path / "photos" / split / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(buffer.getvalue())
-    index = scan(tmp_path / "photos", HoldOut())
-    assert (len(index.train), index.ignored) == (3 * len(allowed), {})
+    files = (f"cat/1{name}" for extension in allowed for name in (extension, extension.upper()))
+    index = scan(fill(tmp_path / "photos", *files, "dog/1.png"), HoldOut(0))
+    assert (len(index.train), index.ignored) == (2 * len(allowed) + 1, {})
 
 
 def test_what_is_left_out_is_counted_by_extension(tmp_path: Path) -> None:
@@ -278,7 +273,6 @@ def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_
     assert "p\\u0430ss') in train/ only, pass in val/ only" in line
 
 
-@pytest.mark.usefixtures("jpegtran")
 def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path) -> None:
     root = fill(
         tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(6)), "eel/1.png"
@@ -296,7 +290,3 @@ def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path)
     assert "over 2 of 3 classes" in next(
         line for line in trained.err.splitlines() if "validation at step 1" in line
     )
-    assert quick("data", "pack", str(root), str(tmp_path / "pack")).code == 0
-    pack = ("data.source=pack", f"data.root={tmp_path / 'pack'}")
-    result = quick("evaluate", str(run), *pack, timeout=200)
-    assert (result.code, "over 2 of 3 classes" in result.err) == (0, True), result.err

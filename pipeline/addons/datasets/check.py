@@ -45,22 +45,27 @@ class Findings:
         self.turned = 0
         self.dark: list[str] = []
         self.digests = np.zeros((len(index.train) + len(index.val), 32), np.uint8)
-        """SHA-256 of each image; zeros if it cannot be read."""
+        """SHA-256 of each image; zeros if it cannot be decoded."""
         self.kind, self.note = "", ""
         """What stands before and after the size of the data on the page."""
-        self._undecodable: list[int] = []
 
-    def look_at(self, images: Images, first: int) -> None:
-        """Read, hash and decode the images of a split. first: the position of its image 0."""
+    def look_at_all(self, root: Path) -> None:
+        """Look at all images of a folder or of a pack."""
+        source = sources.source_from_index(str(root), self.index)
+        self._look_at(source.train, 0)
+        self._look_at(source.val, len(source.train))
+
+    def _look_at(self, images: Images, first: int) -> None:
+        """Read, decode and hash the images of a split. first: the position of its image 0."""
         from pipeline.data.images import BadImageError, Picture  # imports torch
 
         def look(i: int) -> tuple[str, bool, bool]:
             """Return the defect or "", whether the image is turned, and whether it is dark."""
             try:
                 data = images.read(i)
-                self.digests[first + i] = np.frombuffer(_sha256(data), np.uint8)
                 picture = Picture.open(data, upright=images.upright)
                 pixels = picture.region(0, 0, picture.height, picture.width).numpy()
+                self.digests[first + i] = np.frombuffer(_sha256(data), np.uint8)
                 return "", picture.orientation != 1, bool(pixels.max() < DARK)
             except (BadImageError, UnreadableError) as error:
                 return str(error), False, False
@@ -71,19 +76,12 @@ class Findings:
                 for i, (defect, is_turned, is_dark) in zip(part, pool.map(look, part), strict=True):
                     if defect:
                         self.defects[images.name(i)] = defect
-                        self._undecodable.append(first + i)
                     if is_dark:
                         self.dark.append(images.name(i))
                     self.turned += is_turned
                 done = first + part.stop
                 if done < len(self.digests):
                     print(f"{done:,} of {len(self.digests):,} images checked", file=sys.stderr, flush=True)
-
-    def look_at_all(self, root: Path) -> None:
-        """Look at all images of a folder or of a pack."""
-        source = sources.source_from_index(str(root), self.index)
-        self.look_at(source.train, 0)
-        self.look_at(source.val, len(source.train))
 
     def name(self, image: int) -> str:
         """Return the name of an image by its position."""
@@ -103,7 +101,6 @@ class Findings:
         words = self.digests.view(np.uint64)
         _, group, count = np.unique(words, axis=0, return_inverse=True, return_counts=True)
         is_equal = (count[group.ravel()] > 1) & self.digests.any(1)
-        is_equal[self._undecodable] = False
         first_of_class: dict[bytes, dict[int, int]] = defaultdict(dict)  # of each digest
         twins, two_labels = [], []
         for image in np.flatnonzero(is_equal).tolist():

@@ -34,7 +34,7 @@ def write_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> None:
 def check_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> Iterator[tuple[str, str]]:
     """Yield (name, defect) of each image that differs from its sum or has none.
 
-    digests: [N, 32], train before val; zeros for an image that cannot be read, which is not
+    digests: [N, 32], train before val; zeros for an image that cannot be decoded, which is not
     compared. Other names in SHA256SUMS are not opened: they may lead anywhere.
     """
     names, expected = list(index.names()), np.concatenate([index.train.sums, index.val.sums]).reshape(-1, 32)

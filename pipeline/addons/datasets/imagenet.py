@@ -74,7 +74,7 @@ def open_archives(folder: Path) -> Source:
         for image in _members(folder / TRAIN, member.offset_data, member.size):
             train.append((f"train/{wnid}/{image.name}", image.size, labels.get(wnid, -1), image.offset_data))
     found = Counter(name.split("/")[1] for name, *_ in train)
-    differing = sorted(wnid for wnid in found | counts if found[wnid] != counts.get(wnid))
+    differing = sorted(wnid for wnid in found.keys() | counts.keys() if found[wnid] != counts.get(wnid))
     if wrong := [f"{wnid} has {found[wnid]:,} of {counts.get(wnid, 0):,}" for wnid in differing]:
         raise _damaged(folder / TRAIN, f"not what {DEVKIT} lists: {list_first(wrong, 3)}")
     wnids = {f"ILSVRC2012_val_{number:08}.JPEG": wnid for number, wnid in enumerate(truth, 1)}

@@ -47,7 +47,7 @@ class Folder:
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
         """Yield a new file on a local disk. It gets its name if the block succeeds."""
-        with replacing(self._path / name) as temporary, open(temporary, "wb") as file:
+        with replacing(self._path / name) as temporary, open(temporary, "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -139,10 +139,13 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
         raise RequestError(f"{out} holds a pack of {held}: remove it, or name another folder")
 
 
+def _num_bytes(index: Index) -> int:
+    return sum(int(split.sizes.clip(0).sum()) for split in (index.train, index.val))
+
+
 def _shards(index: Index) -> Iterator[Shard]:
     """Yield shards of consecutive images, of about the same size."""
-    total = sum(int(split.sizes.clip(0).sum()) for split in (index.train, index.val))
-    target = min(_MAX_SHARD, max(_MIN_SHARD, total // _MAX_SHARDS))
+    target = min(_MAX_SHARD, max(_MIN_SHARD, _num_bytes(index) // _MAX_SHARDS))
     for name, split in (("train", index.train), ("val", index.val)):
         if not len(split):
             continue
@@ -162,23 +165,19 @@ def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -
     complete = set(target.hidden())
     missing = [shard for shard in shards if shard.metadata_name not in complete]
     total, left = sum(shard.count for shard in shards), sum(shard.count for shard in missing)
-    terminal, done, start = Terminal(), 0, time.monotonic()
-    if left < total:
-        terminal.show(f"{total - left:,} of {total:,} images were packed before")
+    terminal, start = Terminal(), time.monotonic()
     try:  # forked, so that the workers share the index
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), *job))
     except OSError as error:
         raise StorageError(start_failure("packing processes", error, "give fewer --workers")) from None
     try:
         tasks = {pool.submit(_make_shard, shard): shard for shard in missing}
-        for task in as_completed(tasks):
+        for number, task in enumerate(as_completed(tasks), 1):
             task.result()
-            done += tasks[task].count
-            rate = done / (time.monotonic() - start)
-            terminal.progress(
-                f"{total - left + done:,} of {total:,} images packed", f"{rate:,.0f} images/s",
-                f"{format_duration((left - done) / rate)} left",
-            )  # fmt: skip
+            left -= tasks[task].count
+            seconds = (time.monotonic() - start) * (len(tasks) / number - 1)
+            done = f"{total - left:,} of {total:,} images packed"
+            terminal.progress(done, f"{format_duration(seconds)} left")
     except BrokenProcessPool:
         remedy = "check the free memory, or give fewer --workers, then give the command again"
         raise StorageError(f"{job[2]}: a packing process was killed", remedy) from None
@@ -199,13 +198,8 @@ def _make_shard(shard: Shard) -> None:
     assert source.index
     is_train = shard.split == "train"
     images, split = (source.train, source.index.train) if is_train else (source.val, source.index.val)
-    sizes, places, bad, unchanged, difference, sha256 = [], [], [], 0, 0.0, hashlib.sha256()
+    sizes, places, bad, unchanged, difference = [], [], [], 0, 0.0
     with target.create(shard.name) as file:
-
-        def write(data: bytes) -> None:
-            file.write(data)
-            sha256.update(data)
-
         # a bad image keeps its place in the index, so that sample ids are those of the folder
         for i in range(shard.first, shard.last):
             try:
@@ -227,14 +221,16 @@ def _make_shard(shard: Shard) -> None:
             name = split.name(i).decode("utf-8", "surrogateescape")
             member = tarfile.TarInfo(f"{name}.npy" if level.raw else name)
             member.size = len(data)
-            write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
+            file.write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
             sizes.append(len(data))
             places.append((shard.number, file.tell(), zlib.crc32(data)))
-            write(data + bytes(-len(data) % _BLOCK))
-        write(bytes(2 * _BLOCK))
+            file.write(data + bytes(-len(data) % _BLOCK))
+        file.write(bytes(2 * _BLOCK))
         total = file.tell()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     metadata = {
-        "name": shard.name, "images": shard.count, "bytes": total, "sha256": sha256.hexdigest(), "bad": bad,
+        "name": shard.name, "images": shard.count, "bytes": total, "sha256": digest, "bad": bad,
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
     target.write(shard.metadata_name, json.dumps(metadata).encode())
@@ -260,9 +256,6 @@ def _write_index_and_summary(
         places = np.array([place for metadata in own for place in metadata["places"]], np.int64).ravel()
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
-    def num_bytes(index: Index) -> int:
-        return sum(int(split.sizes.clip(0).sum()) for split in (index.train, index.val))
-
     train, val = packed("train", source.train), packed("val", source.val)
     index = Index(train, val, source.classes, hold_out=source.hold_out)
     target.write(INDEX, index.to_bytes())
@@ -270,7 +263,7 @@ def _write_index_and_summary(
     compared = max(1, len(train) + len(val) - len(bad))
     summary = {
         **request, "index": index.digest, "images": {"train": len(train), "val": len(val)},
-        "source_bytes": num_bytes(source), "bytes": num_bytes(index),
+        "source_bytes": _num_bytes(source), "bytes": _num_bytes(index),
         "unchanged": sum(metadata["unchanged"] for metadata in made),
         "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
         "shards": [{key: metadata[key] for key in ("name", "images", "bytes", "sha256")} for metadata in made],
@@ -285,10 +278,10 @@ def _describe(out: Path | Store) -> str:
         print(f"bad image {name}: {reason}", file=sys.stderr)
     count, bad = sum(summary["images"].values()), len(summary["bad"])
     size = f"{summary['bytes']:,} bytes, {summary['bytes'] / max(1, summary['source_bytes']):.1%} of the source's"
-    change = f"lossy: pixels differ by {summary['difference']:.2f} of 255 on average at {_COMPARED} px"
-    if summary["level"] == "lossless":
-        change = f"pixels equal in all, {summary['unchanged']:,} stored unchanged"
-    return f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {change}; {bad} bad"
+    difference = f"pixels differ by {summary['difference']:.2f} of 255"  # 0 if it is lossless
+    return (
+        f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {difference}; {bad} bad"
+    )
 
 
 def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
