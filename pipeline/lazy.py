@@ -36,7 +36,7 @@ PARTS = {
     "check validation": "pipeline.addons.datasets.manifest:check_has_validation",
     "check data is there": "pipeline.addons.datasets.place:check_is_there",
     "check place of data": "pipeline.addons.datasets.place:check_run_is_outside",
-    "part of a JPEG": "pipeline.addons.datasets.jpeg_cuts:part",
+    "part of a JPEG": "pipeline.addons.datasets.jpeg_restarts:part",
     "deep pixels": "pipeline.addons.datasets.depth:grey",
     "check deep colours": "pipeline.addons.datasets.depth:check_colour",
     "failed reads": "pipeline.addons.store.ranges:pop_failures",

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from test_pack import LEVELS, copy_folder, encoded, photo
 
-from pipeline.addons.datasets import jpeg_cuts, jpeg_restarts
+from pipeline.addons.datasets import jpeg_restarts
 from pipeline.addons.datasets.pack import Level
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
@@ -65,7 +65,7 @@ def bombs() -> list[bytes]:
         passes[:scan] + passes[scan:-2] * 200 + b"\xff\xd9",
         *(
             cut[:at] + length * 8 + cut[at + 16 :]
-            for at in (table, table + jpeg_cuts.CUTS_HEAD.size)
+            for at in (table, table + jpeg_restarts.CUTS_HEAD.size)
             for length in (b"\xff\xff", bytes(2))
         ),
     ]

@@ -20,7 +20,7 @@ from harness import SMALL, environment, kill, quick
 from PIL import Image
 from streams import stream
 
-from pipeline.addons.datasets import jpeg_cuts, jpeg_restarts, pack
+from pipeline.addons.datasets import jpeg_restarts, pack
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
@@ -111,7 +111,7 @@ def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, jpegtran:
 def test_a_false_table_of_segments_is_not_used(jpegtran: str) -> None:
     data = encoded(photo(400, 504))
     converted = bytearray(jpeg_restarts.with_restarts(data) or b"")
-    lengths = converted.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg_cuts.CUTS_HEAD.size
+    lengths = converted.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg_restarts.CUTS_HEAD.size
     converted[lengths + 1] += 1
     converted[lengths + 3] -= 1  # the sum stays right
     assert torch.equal(Picture.open(bytes(converted)).region(0, 0, 50, 200), decode(data)[:, :50, :200])

@@ -26,7 +26,7 @@ class Frame(NamedTuple):
     scan: int
     """Offset of the first entropy-coded byte."""
     cuts: tuple[int, int] | None
-    """Start and end of what follows `CUTS_NAME`, see `addons.datasets.jpeg_cuts`."""
+    """Start and end of what follows `CUTS_NAME`, see `addons.datasets.jpeg_restarts`."""
     metadata: tuple[bytes, ...]
     """The segments that may hold Exif or XMP data."""
 

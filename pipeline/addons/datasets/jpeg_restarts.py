@@ -1,8 +1,12 @@
-"""Lossless recoding of a JPEG with restart markers and optimal Huffman tables, by jpegtran.
+"""Lossless recoding of a JPEG with restart markers, so that a crop decodes only its part.
 
-Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg_cuts.part` can crop
-the file. jpegtran, a program of libjpeg-turbo, makes the Huffman tables and the entropy-coded
-bytes; the header is written here, from that of the source.
+Promise: no coefficient changes, so any decoder makes the same pixels. jpegtran, a program of
+libjpeg-turbo, makes the Huffman tables and the entropy-coded bytes; the header is written here,
+from that of the source.
+
+Promise: `part` of such a file decodes to exactly the pixels that the whole file has there. A
+decoder resets its state at a restart marker, so the segments between markers can be taken out and
+joined again. Reading the entropy-coded bits is 70 % of a decode.
 """
 
 import re
@@ -10,11 +14,19 @@ import shutil
 import struct
 import subprocess
 
-from pipeline.addons.datasets.jpeg_cuts import BLOCK, CUTS_HEAD
+import numpy as np
+
 from pipeline.data import jpeg
 from pipeline.errors import RequestError, StorageError
 from pipeline.machine import start_failure
 
+BLOCK = 8
+CUTS_HEAD = struct.Struct(">HBB")
+"""In the segment `jpeg.CUTS`: MCUs per restart interval, height and width of an MCU in pixels.
+
+For each restart interval, its length in bytes follows, in two bytes.
+"""
+_MARKER_BYTES = 2
 _MARKS = (0xE0, 0xEE)  # JFIF's, and Adobe's, which says how colours are coded
 _TABLES_AND_FRAME = (0xDB, *jpeg.SEQUENTIAL)  # of quantisation
 _MAX_BYTES = 8 << 20  # as in version 0.2, so that a pack has the same bytes
@@ -28,7 +40,7 @@ _INSTALL = (
 
 
 def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
-    """Return the same image for `jpeg_cuts.part` to crop; None if jpegtran cannot make it.
+    """Return the same image for `part` to crop; None if jpegtran cannot make it.
 
     That is if it is not a sequential JPEG of one scan, has restart markers already, or is damaged.
     orientation: the only metadata that is written, as Exif data, unless it is 1.
@@ -129,3 +141,51 @@ def _interval(across: int, mcu_width: int) -> int:
     divisors = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2]
     fitting = divisors or [across]
     return max((n for n in fitting if n * mcu_width <= _STRIDE), default=fitting[0])
+
+
+def part(
+    data: bytes, frame: jpeg.Frame, top: int, left: int, height: int, width: int
+) -> tuple[bytearray, int, int] | None:
+    """Return a JPEG of the restart intervals that the box touches, and its top and left there.
+
+    Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit
+    it.
+    """
+    assert frame.cuts
+    start, end = frame.cuts
+    interval, mcu_height, mcu_width = CUTS_HEAD.unpack_from(data, start)
+    # an interval has mcu_height rows of pixels and this many columns; the last ones may have fewer
+    interval_width = interval * mcu_width
+    if not interval_width or not mcu_height:
+        return None
+    grid = -(-frame.height // mcu_height), -(-frame.width // interval_width)
+    lengths = np.frombuffer(data[start + CUTS_HEAD.size : end], ">u2").astype(np.int64)
+    ends = np.cumsum(lengths + _MARKER_BYTES) + (frame.scan - _MARKER_BYTES)  # where a marker follows
+    if len(lengths) != grid[0] * grid[1] or ends[-1] + _MARKER_BYTES > len(data):
+        return None
+    rows = _touched(top, height, mcu_height, mcu_height, grid[0])
+    columns = _touched(left, width, interval_width, mcu_width, grid[1])
+    starts = (ends - lengths).reshape(grid)[rows, columns][:, 0]
+    ends = ends.reshape(grid)[rows, columns]
+    stops = ends[:, -1] + _MARKER_BYTES
+    coded = memoryview(data)
+    spans = zip(starts.tolist(), stops.tolist(), strict=True)
+    made = bytearray().join([coded[: frame.scan], *(coded[first:last] for first, last in spans)])
+    markers = (ends + (np.cumsum(stops - starts) + frame.scan - stops)[:, None]).ravel()
+
+    first_row, first_column = rows.start * mcu_height, columns.start * interval_width
+    new_height = min(frame.height, rows.stop * mcu_height) - first_row
+    new_width = min(frame.width, columns.stop * interval_width) - first_column
+    struct.pack_into(">HH", made, frame.position, new_height, new_width)
+    view = np.frombuffer(made, np.uint8)
+    if not ((view[markers] == 0xFF).all() and (view[markers + 1] & 0xF0 == 0xD0).all()):
+        return None
+    view[markers + 1] = 0xD0 + np.arange(len(markers)) % 8  # markers are numbered modulo 8, from 0
+    view[markers[-1] + 1] = jpeg.EOI
+    return made, top - first_row, left - first_column
+
+
+def _touched(first: int, length: int, size: int, mcu: int, count: int) -> slice:
+    """Return those of `count` intervals of `size` pixels that the pixels and their margin touch."""
+    margin = mcu // BLOCK if mcu > BLOCK else 0  # pixels whose chroma is interpolated with theirs
+    return slice(max(0, first - margin) // size, min(count, -(-(first + length + margin) // size)))
