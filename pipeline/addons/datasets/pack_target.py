@@ -27,9 +27,6 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def exists(self, name: str) -> bool:
-        return (self._path / name).exists()
-
     def is_empty(self) -> bool:
         """Return True if nothing is there that keeps a first start from packing into it."""
         ignored = (_LOCK, temporary_sibling(self._path / REQUEST).name)
@@ -85,9 +82,6 @@ class Bucket:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-
-    def exists(self, name: str) -> bool:
-        return self._store.head(name) is not None
 
     def is_empty(self) -> bool:
         return next(self._store.list(), None) is None

@@ -108,8 +108,7 @@ def pack_source(source: Source, out: Path | Store, level: Level, workers: int | 
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
     target = open_target(out)
     with target.hold():
-        _claim(target, out, request)
-        if target.exists(SUMMARY):
+        if _claim(target, out, request):
             reading.open_index(out)
             print(f"{out} was packed before: 'pipeline data check' verifies its images", file=sys.stderr)
         else:
@@ -120,23 +119,25 @@ def pack_source(source: Source, out: Path | Store, level: Level, workers: int | 
     return _describe(out)
 
 
-def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
-    """Write the request, unless an earlier start has.
+def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> bool:
+    """Write the request, unless an earlier start has. Return True if the pack is complete.
 
     Raises RequestError if `out` holds anything but this pack.
     """
-    data = target.read(REQUEST) or target.read(SUMMARY)
+    summary = target.read(SUMMARY)
+    data = target.read(REQUEST) or summary
     if data is None:
         if not target.is_empty():
             raise RequestError(f"{out} is not empty and holds no pack: name another folder")
         target.write(REQUEST, json.dumps(request).encode())
-        return
+        return False
     found = {}
     with suppress(ValueError, TypeError):  # it is damaged
         found = dict(parse_json(data))
     if {key: found.get(key) for key in request} != request:
         held = f"another source, level or format ({found.get('level')}, format {found.get('format')})"
         raise RequestError(f"{out} holds a pack of {held}: remove it, or name another folder")
+    return summary is not None
 
 
 def _num_bytes(index: Index) -> int:
