@@ -137,15 +137,3 @@ def test_pairs_are_exact(number: int) -> None:
         assert {second for _, second in pairs} == {second for _, second in expected}, "each image is named"
     leaks = {second for first, second in every if first < count <= second}
     assert {second for first, second in twins if first < count <= second} == leaks
-
-
-def test_a_page_of_a_thousand_classes_is_short() -> None:
-    classes = tuple(f"class{label:04}" for label in range(1000))
-    labels = [label for label in range(1000) for _ in range(1 + label % 97)]
-    index = Index(entries("train", labels), entries("val", list(range(1, 1000, 2))), classes)
-    findings = Findings(index)
-    findings.digests[:, 0] = 1  # all equal
-    page = findings.page(Path("photos"))
-    assert len(page.splitlines()) < 60
-    assert "500 classes without a validation image" in page
-    assert len(json.loads(findings.to_json())["classes"]) == 1000

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import SMALL, environment, kill, quick
+from harness import environment, kill, quick
 from PIL import Image
 from streams import stream
 
@@ -203,20 +203,6 @@ def test_the_tar_files_unpack_to_the_folder_without_its_bad_files(
     assert not (tmp_path / "train/b/03.jpg").exists()
     for name in {name.decode() for name in scan(folder, HoldOut()).names()} - set(bad):
         assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
-
-
-@pytest.mark.full
-def test_a_run_from_a_lossless_pack_has_the_weights_of_one_from_the_folder(
-    digits: Path, tmp_path: Path, jpegtran: str
-) -> None:
-    make(digits, tmp_path / "pack", "lossless", 0.1)
-    words = ["train", "digits", *SMALL, "train.max_steps=4", "data.workers=2"]
-    of_pack = (f"data.root={tmp_path / 'pack'}", "data.source=pack", f"run.dir={tmp_path / 'run'}")
-    first = quick(*words, f"data.root={digits}", f"run.dir={tmp_path / 'folder'}")
-    assert quick(*words, *of_pack).done == first.done
-    assert quick("evaluate", str(tmp_path / "run")).done == first.done
-    other = quick(*words, f"data.root={digits}", f"run.dir={tmp_path / 'run'}")
-    assert (other.code, "data.source: pack -> digits" in other.error) == (2, True)
 
 
 # --- packing
