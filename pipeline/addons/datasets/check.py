@@ -47,7 +47,7 @@ class Findings:
         self.digests = np.zeros((len(index.train) + len(index.val), 32), np.uint8)
         """SHA-256 of each image; zeros if it cannot be decoded."""
         self.kind, self.note = "", ""
-        """What stands before and after the size of the data on the page."""
+        """Texts before and after the size of the data on the page."""
 
     def look_at_all(self, root: Path) -> None:
         """Look at all images of a folder or of a pack."""

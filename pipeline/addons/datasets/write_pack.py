@@ -131,7 +131,7 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> bool:
             raise RequestError(f"{out} is not empty and holds no pack: name another folder")
         target.write(REQUEST, json.dumps(request).encode())
         return False
-    found = {}
+    found: dict[str, Any] = {}
     with suppress(ValueError, TypeError):  # it is damaged
         found = dict(parse_json(data))
     if {key: found.get(key) for key in request} != request:
@@ -158,7 +158,7 @@ def _shards(index: Index) -> Iterator[Shard]:
 
 _Job = tuple[Source, Level, Path | Store]
 _job: tuple[Source, Level, Target]
-"""What all tasks of a worker process share, see `_start_worker`."""
+"""Shared by all tasks of a worker process, see `_start_worker`."""
 
 
 def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -> None:
