@@ -162,10 +162,10 @@ def check_layout(root: Path, found: dict[str, dict[str, bytes]]) -> None:
             problem = f"the classes of train/ and val/ differ: {list_first(differing, 5)}"
             raise RequestError(problem, "both need the same class folders")
     if all(map(_split_of, classes.values())):
-        folders = "the folders" if len(classes) > 1 else "the folder"
+        noun = "folders" if len(classes) > 1 else "folder"
         listed = list_first([printable_name(name) for name in classes.values()], 5)
         advice = f"give a folder with train/ and val/, each {_EACH}, or with class folders only"
-        problem = f"{given} holds no classes, but {folders} {listed}"
+        problem = f"{given} holds no classes, but the {noun} {listed}"
         raise RequestError(problem, _renames([*classes.values()]) or advice)
     if len(classes) < 2:
         raise RequestError(f"{given} holds one class folder, {next(iter(classes))}/", "give two or more")

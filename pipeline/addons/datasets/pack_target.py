@@ -9,8 +9,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedRandom
 from pathlib import Path
-from typing import BinaryIO
 
 from pipeline.addons.datasets.pack import REQUEST
 from pipeline.addons.store.bucket import MissingError, Store
@@ -42,7 +42,7 @@ class Folder:
         atomic_write(self._path / name, data)
 
     @contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
+    def create(self, name: str) -> Iterator[BufferedRandom]:
         """Yield a new file on a local disk. It gets its name if the block succeeds."""
         with replacing(self._path / name) as temporary, open(temporary, "w+b") as file:
             yield file
@@ -95,7 +95,7 @@ class Bucket:
         self._store.write(name, data)
 
     @contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
+    def create(self, name: str) -> Iterator[BufferedRandom]:
         # a file without a name: the kernel frees it however this process ends
         with tempfile.TemporaryFile() as file:
             yield file

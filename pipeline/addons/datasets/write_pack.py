@@ -75,7 +75,7 @@ class Shard(NamedTuple):
         return f".{self.name}.json"
 
     @property
-    def count(self) -> int:
+    def num_images(self) -> int:
         return self.last - self.first
 
 
@@ -165,7 +165,7 @@ def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -
     """Make the shards that an earlier start has not completed."""
     complete = set(target.hidden())
     missing = [shard for shard in shards if shard.metadata_name not in complete]
-    total, left = sum(shard.count for shard in shards), sum(shard.count for shard in missing)
+    total, left = sum(shard.num_images for shard in shards), sum(shard.num_images for shard in missing)
     terminal, start = Terminal(), time.monotonic()
     try:  # forked, so that the workers share the index
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), *job))
@@ -175,7 +175,7 @@ def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -
         tasks = {pool.submit(_make_shard, shard): shard for shard in missing}
         for number, task in enumerate(as_completed(tasks), 1):
             task.result()
-            left -= tasks[task].count
+            left -= tasks[task].num_images
             seconds = (time.monotonic() - start) * (len(tasks) / number - 1)
             done = f"{total - left:,} of {total:,} images packed"
             terminal.progress(done, f"{format_duration(seconds)} left")
@@ -231,7 +231,7 @@ def _make_shard(shard: Shard) -> None:
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     metadata = {
-        "name": shard.name, "images": shard.count, "bytes": total, "sha256": digest, "bad": bad,
+        "name": shard.name, "images": shard.num_images, "bytes": total, "sha256": digest, "bad": bad,
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
     target.write(shard.metadata_name, json.dumps(metadata).encode())
