@@ -110,11 +110,11 @@ k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data p
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio.NAMESPACE.svc:9000
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
-RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE='x'
-RANK=8 WORLD_SIZE=8 train digits | contradict
-RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 train digits | contradict
+RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE=x
+RANK=8 WORLD_SIZE=8 train digits | RANK=8
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 train digits | LOCAL_RANK=2
 RANK=0 WORLD_SIZE=2 train digits | no address of rank 0
-WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK is not set
+WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK=
 PET_NNODES=0 doctor digits | PET_NNODES='0'
 """
 
