@@ -54,11 +54,10 @@ from pipeline.supervision import this_world
 from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
-from pipeline.train.loop import update_once
+from pipeline.train.loop import Trainer, update_once
 from pipeline.train.optimizer import make_optimizer
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
-from pipeline.train.trainer import Trainer
 
 DEFAULTS = [
     "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",

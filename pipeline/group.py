@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _GLOO_ERROR = r"\[[^]]*/gloo/[^]]*:\d+\] |Application timeout caused pair closure"
 """Start of what gloo raises, as RuntimeError (torch 2.14): file and line of its source."""
-_RESTORE_S = 3600
+RESTORE_S = 3600
 """Time that rank 0 may take to download a run from its mirror before it joins."""
 JOIN_ADVICE = f"start all processes of the job, or {ALONE}"
 
@@ -206,7 +206,7 @@ def start(config: Settings, world: World, device: torch.device) -> Group:
     """
     if world.size == 1:
         return Group(world, device)
-    group = Group(world, device, config.run.timeout, _RESTORE_S if config.checkpoint.mirror else 0)
+    group = Group(world, device, config.run.timeout, RESTORE_S if config.checkpoint.mirror else 0)
     if device.type == "cuda":
         # NCCL refuses that, too, but only at its first collective, and without naming the ranks
         gpus = group.all_gather(str(torch.cuda.get_device_properties(device).uuid))

@@ -18,7 +18,8 @@ from torch import nn
 
 from pipeline.group import Group
 from pipeline.record.terminal import NullTerminal
-from pipeline.train.evaluate import EvalResult, Evaluator
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.listener import Evaluated
 from pipeline.world import World
 
 WORLDS = (1, 2, 3, 4)
@@ -33,7 +34,7 @@ def make_model() -> nn.Module:
     return network
 
 
-def evaluate(root: Path, group: Group, model: nn.Module) -> EvalResult:
+def evaluate(root: Path, group: Group, model: nn.Module) -> Evaluated:
     """Evaluate the model on the digits in `root`, in batches of 48."""
     config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0")
     evaluator = Evaluator(model, source.val, config, plan, group)
@@ -50,7 +51,7 @@ def _run_rank(root: Path, world: World, output: Path) -> None:
     group.shutdown()
 
 
-def _found(result: EvalResult) -> dict[str, Any]:
+def _found(result: Evaluated) -> dict[str, Any]:
     return {
         **asdict(result.evaluation),
         "recalls": result.predictions.recalls([f"{label}" for label in range(10)]),

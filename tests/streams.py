@@ -26,9 +26,9 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
 from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
+from pipeline.train.loop import Trainer
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
-from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
 

@@ -38,16 +38,10 @@ def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, n
 @pytest.mark.fault("F3")
 @pytest.mark.full
 def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:
+    one, seven = ({"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count} for count in "17")
     variants = (
-        job(tmp_path / "0", digits, "data.workers=0", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
-        job(
-            tmp_path / "1",
-            digits,
-            "data.workers=3",
-            "data.prefetch=5",
-            OMP_NUM_THREADS="7",
-            MKL_NUM_THREADS="7",
-        ),
+        job(tmp_path / "0", digits, "data.workers=0", **one),
+        job(tmp_path / "1", digits, "data.workers=3", "data.prefetch=5", **seven),
         job(tmp_path / "2", digits, "run.trace=false", "checkpoint.every=5 steps"),
     )
     assert {variant.run().done["weights"][:16] for variant in variants} == {WEIGHTS[1]}

@@ -81,11 +81,11 @@ def test_nccl_has_a_fixed_order_before_the_group_forms() -> None:
     program = (
         "import os\n"
         "from pipeline.config.load import load\n"
-        "from pipeline.train import join\n"
+        "from pipeline.train import setup\n"
         "from pipeline.world import World\n"
-        "join.groups.start = lambda *_: print(os.environ['NCCL_ALGO'])\n"
+        "setup.groups.start = lambda *_: print(os.environ['NCCL_ALGO'])\n"
         f"for word in ('run.seed=1', '{EXACT}', '{DETERMINISTIC}'):\n"
-        "    join.join(load('digits', ['run.device=cpu', word]), World())\n"
+        "    setup.join(load('digits', ['run.device=cpu', word]), World())\n"
     )
     env = environment(NCCL_ALGO="NVLS")  # as on another node than rank 0's: only rank 0 has checked its own
     command = [sys.executable, "-c", program]

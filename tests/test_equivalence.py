@@ -7,6 +7,7 @@ from equivalence import COMPILED, RECIPES, ROWS, Row, digest, outcomes, publishe
 
 from pipeline.machine import missing_to_compile
 
+needs_compiler = pytest.mark.skipif(bool(missing_to_compile()), reason=f"needs {missing_to_compile()}")
 SMALL_ROWS = tuple(row for row in ROWS if row.processes <= 2 and not row.name.endswith(", again"))
 
 
@@ -30,21 +31,13 @@ def test_a_short_run_of_a_recipe_has_the_published_weights(name: str, tmp_path: 
     assert train_recipe(name, tmp_path) == published()[name]
 
 
-@pytest.mark.long
-def test_every_row_is_within_its_tolerance(tmp_path: Path, digits: Path) -> None:
-    assert not _out_of_tolerance(ROWS, tmp_path, digits)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
-def test_compiled_models_are_within_their_tolerance(tmp_path: Path, digits: Path) -> None:
-    assert not _out_of_tolerance(COMPILED, tmp_path, digits)
-
-
-def _out_of_tolerance(rows: tuple[Row, ...], folder: Path, digits: Path) -> list[str]:
-    found = outcomes(rows, folder, digits)
-    return [
-        f"{outcome.row.name}: {outcome.difference:.2g}"
-        for outcome in found
-        if not outcome.is_within_tolerance
-    ]
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(ROWS, marks=pytest.mark.long, id="all"),
+        pytest.param(COMPILED, marks=[pytest.mark.full, needs_compiler], id="compiled"),
+    ],
+)
+def test_every_row_is_within_its_tolerance(rows: tuple[Row, ...], tmp_path: Path, digits: Path) -> None:
+    found = {outcome.row.name: outcome for outcome in outcomes(rows, tmp_path, digits)}
+    assert not [name for name, outcome in found.items() if not outcome.is_within_tolerance], found

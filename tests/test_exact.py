@@ -58,18 +58,20 @@ def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(
 ) -> None:
     draw = random.Random(seed)
     run = job(tmp_path / "run", digits, 1)
-    for number, world in enumerate(worlds):
-        run.nproc = world
-        run.start()
-        if number < len(worlds) - 1:
-            share = 18 // len(worlds)
-            run.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
-            for rank in run.ranks():
-                kill(rank, signal.SIGKILL)
-            run.wait_gone(5)
-    assert run.wait().out == one_process.output()
+    share = 18 // len(worlds)
+    for number, run.nproc in enumerate(worlds[:-1]):
+        kill_at(run.start(), draw.randint(number * share + 1, (number + 1) * share))
+    run.nproc = worlds[-1]
+    assert run.start().wait().out == one_process.output()
     assert_each_sample_once(run.trace(), 48)
     assert run.trace() == one_process.trace()
+
+
+def kill_at(run: Job, step: int) -> None:
+    run.wait_for_step(step)
+    for rank in run.ranks():
+        kill(rank, signal.SIGKILL)
+    run.wait_gone(5)
 
 
 def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_of_processes(
@@ -78,11 +80,7 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
     alone = job(tmp_path / "alone", digits, 1, "data.balance=sqrt")
     killed = job(tmp_path / "killed", digits, 2, "data.balance=sqrt")
     assert alone.run().code == 0
-    killed.start()
-    killed.wait_for_step(16)  # in the second epoch
-    for rank in killed.ranks():
-        kill(rank, signal.SIGKILL)
-    killed.wait_gone(5)
+    kill_at(killed.start(), 16)  # in the second epoch
     killed.nproc = 4
     assert killed.run_in_forks().out == alone.output()
     assert killed.trace() == alone.trace()
@@ -91,13 +89,16 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
 def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(
     tmp_path: Path, digits: Path
 ) -> None:
-    words = ("digits", f"data.root={digits}", "run.exact=true", f"run.dir={tmp_path / 'run'}")
-    five = quick("train", *words, "--nproc", "5")
-    assert (five.code, "worlds that work are 1, 2, 3, 4, 6, 12" in five.error) == (2, True), five.error
-    odd = quick("train", *words, "exact.shards=7")
-    assert (odd.code, "exact.shards that work are 2, 3, 4, 6, 8, 12" in odd.error) == (2, True), odd.error
-    many = quick("train", *words, "batch.accumulate=13")
-    assert (many.code, "exact.shards that work are 16, 24" in many.error) == (2, True), many.error
+    for words, says in (
+        (["--nproc", "5"], "worlds that work are 1, 2, 3, 4, 6, 12"),
+        (["exact.shards=7"], "exact.shards that work are 2, 3, 4, 6, 8, 12"),
+        (["batch.accumulate=13"], "exact.shards that work are 16, 24"),
+        (["train.precision=fp16"], "train.precision=fp16"),
+        (["model.batchnorm=sync"], "model.batchnorm=sync"),
+    ):
+        run = ("digits", f"data.root={digits}", "run.exact=true", f"run.dir={tmp_path / 'run'}")
+        result = quick("train", *run, *words)
+        assert (result.code, says in result.error) == (2, True), result.error
 
 
 class Net(nn.Module):
@@ -185,17 +186,14 @@ class Constants(Net):
 
 
 def test_constants_stay_bit_for_bit_and_own_statistics_are_averaged() -> None:
-    net = Constants()
+    net, shards = Constants(), make_shards()
     expected = {name: net.get_buffer(name).clone() for name in ("mask", "table", "missing", "lowest")}
-    shards = make_shards()
     strategy = make_strategy(net=net)
     step(strategy, shards)
     step(strategy, shards)
     assert not strategy.has_overflow()
-    for name, old in expected.items():
-        assert torch.equal(net.get_buffer(name).view(torch.int32), old.view(torch.int32)), (
-            name
-        )  # NaN is not equal
+    for name, old in expected.items():  # as integers: NaN is not equal
+        assert torch.equal(net.get_buffer(name).view(torch.int32), old.view(torch.int32)), name
     torch.testing.assert_close(net.centre, 0.75 * torch.cat(shards).mean(0))
 
 
@@ -228,7 +226,7 @@ def test_shards_added_in_any_order_give_the_same_bits() -> None:
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e12])
 def test_an_overflow_is_noticed_and_cleared_at_the_next_step(scale: float) -> None:
     strategy = make_strategy()
-    shards = [torch.randn(8, 4) for _ in range(4)]
+    shards = make_shards()
     step(strategy, shards)
     assert not strategy.has_overflow()
     step(strategy, shards, scale)
@@ -239,24 +237,11 @@ def test_an_overflow_is_noticed_and_cleared_at_the_next_step(scale: float) -> No
     optimizer = torch.optim.SGD(strategy.model.parameters(), fused=True)
     guard.skip_bad_update(optimizer, has_scaler=False)
     assert optimizer.found_inf == 1, "the device skips the update"  # type: ignore[attr-defined]
+    with pytest.raises(NotFiniteError, match="a gradient at step 2 is not finite, or larger than"):
+        guard.sync()
     strategy.model.norm.reset_running_stats()  # type: ignore[union-attr, operator]
     step(strategy, shards)
     assert not strategy.has_overflow()
-    with pytest.raises(
-        NotFiniteError, match="a gradient at step 2 is not finite, or larger than exact mode can sum"
-    ):
-        guard.sync()
-
-
-def test_coarse_sums_cause_a_warning() -> None:
-    shards = [torch.randn(8, 4) for _ in range(4)]
-    fine, coarse = make_strategy(), make_strategy()
-    step(fine, shards)
-    assert fine.precision_warning() is None
-    step(coarse, shards, 1e-13)
-    assert "raise exact.fraction_bits" in (coarse.precision_warning() or "")
-    step(finer := make_strategy(bits=52), shards, 1e-12)
-    assert finer.precision_warning() is None
 
 
 def test_a_gradient_that_is_too_large_ends_the_run_with_3(tmp_path: Path, digits: Path) -> None:

@@ -33,13 +33,9 @@ class Backend:
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.GraphModule] = []
-        self.modes: list[str | None] = []
 
-    def __call__(
-        self, graph: torch.fx.GraphModule, _: list[Tensor], mode: str | None = None
-    ) -> torch.fx.GraphModule:
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
         self.graphs.append(graph)
-        self.modes.append(mode)
         return graph
 
 
@@ -78,13 +74,16 @@ def train(strategy: Strategy, plan: Plan, epochs: int) -> None:
         strategy.model.zero_grad()
 
 
+def make_ddp(net: nn.Module | None, *words: str) -> tuple[DDPStrategy, Plan]:
+    config = load("digits", ["train.compile=on", "batch.accumulate=2", "batch.global=4", *words])
+    plan = make_plan(config, World(), DataSize(8, 8, 10))
+    return DDPStrategy(config, plan, net or build(config.model, 10), Group(World(), CPU)), plan
+
+
 @pytest.mark.usefixtures("gloo")
 def test_ddp_has_one_graph_per_size_with_and_without_gradient_sync(backend: Backend) -> None:
-    words = ["train.compile=on", "batch.accumulate=2", "batch.global=4", "augment.first_size=32", "augment.size=64",
-             "augment.growth=[0 epochs, 1 epoch]"]  # fmt: skip
-    config = load("digits", words)
-    plan = make_plan(config, World(), DataSize(8, 8, 10))
-    strategy = DDPStrategy(config, plan, build(config.model, 10), Group(World(), CPU))
+    sizes = ("augment.first_size=32", "augment.size=64", "augment.growth=[0 epochs, 1 epoch]")
+    strategy, plan = make_ddp(None, *sizes)
     train(strategy, plan, epochs=1)
     assert counters["stats"]["unique_graphs"] == len(plan.image_sizes) == 2
     pieces = len(backend.graphs)
@@ -94,12 +93,9 @@ def test_ddp_has_one_graph_per_size_with_and_without_gradient_sync(backend: Back
 
 
 @pytest.mark.usefixtures("gloo")
-def test_sizes_that_grow_stay_within_the_limit_under_ddp(backend: Backend) -> None:
-    words = ["train.compile=on", "batch.accumulate=2", "batch.global=4", "train.epochs=40", "augment.first_size=32",
-             "augment.size=384", "augment.growth=[0 epochs, 39 epochs]"]  # fmt: skip
-    config = load("digits", words)
-    plan = make_plan(config, World(), DataSize(8, 8, 10))
-    strategy = DDPStrategy(config, plan, SmallModel(), Group(World(), CPU))
+def test_more_sizes_than_torch_recompiles_by_default_are_each_compiled_once(backend: Backend) -> None:
+    sizes = ("augment.first_size=32", "augment.size=384", "augment.growth=[0 epochs, 39 epochs]")
+    strategy, plan = make_ddp(SmallModel(), "train.epochs=40", *sizes)
     train(strategy, plan, epochs=2)
     assert len(backend.graphs) == len(plan.image_sizes) == 12
 
@@ -115,14 +111,6 @@ def test_a_recipe_is_one_graph_per_size_without_a_break(
     for size in 2 * plan.image_sizes:
         strategy.forward(torch.empty(2, 3, size, size, device="meta"))
     assert len(backend.graphs) == len(plan.image_sizes)
-
-
-def test_reduce_overhead_reaches_the_compiler(backend: Backend) -> None:
-    for mode, expected in (("on", None), ("reduce-overhead", "reduce-overhead")):
-        config = load("digits", [f"train.compile={mode}"])
-        plan = make_plan(config, World(has_gpu=True), DataSize(96, 8, 10))
-        Strategy(config, plan, SmallModel(), Group(World(), CPU)).forward(torch.zeros(1, 3, 8, 8))
-        assert backend.modes[-1] == expected
 
 
 def test_the_compilers_threads_are_shared_among_the_processes_of_a_machine(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, assert_resumes, quick
+from harness import SMALL, assert_resumes
 
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
@@ -19,10 +19,3 @@ def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path:
     assert 0 < contents["scaler"]["scale"] < 2.0**16, "an overflow has lowered the scale"
     weights = [tensor for tensor in contents["model"].values() if tensor.is_floating_point()]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
-
-
-def test_settings_that_exact_mode_does_not_support_are_refused_by_name(tmp_path: Path) -> None:
-    for word in ("train.precision=fp16", "model.batchnorm=sync", "model.batchnorm=average"):
-        result = quick("train", "digits", "run.exact=true", word, f"run.dir={tmp_path / 'run'}")
-        assert result.code == 2
-        assert word in result.error

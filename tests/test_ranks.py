@@ -11,17 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import SMALL, Job, Result, free_port
 
-from pipeline.addons.ops.stragglers import StragglerWatch
-from pipeline.config.load import load
-from pipeline.data.sources import open_source
 from pipeline.group import Group, is_peer_failure
-from pipeline.guards.signals import StopRequest
-from pipeline.guards.watchdog import COMPILATION_S, Watchdog
-from pipeline.parallel.strategy import Strategy
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
-from pipeline.record.folder import RunFolder
-from pipeline.train import session
 from pipeline.world import World
 
 
@@ -66,10 +56,7 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert result.code == 1, result.err
     last = result.err.splitlines()[-1]
     assert "at step 12 rank 1 on " in last
-    assert (
-        "held other weights than 2 of 3 processes, first in stage2.0.branch1.0.weight (equal at step 9)"
-        in last
-    )
+    assert "than 2 of 3 processes, first in stage2.0.branch1.0.weight (equal at step 9)" in last
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
     assert "Traceback" not in result.err
     if full:
@@ -81,11 +68,10 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
 
 @pytest.mark.full
 def test_of_two_different_ranks_the_error_calls_neither_right(tmp_path: Path, digits: Path) -> None:
-    run, result = diverged(tmp_path, digits, 2, 0, "run.watch=5 steps")
+    _, result = diverged(tmp_path, digits, 2, 0, "run.watch=5 steps")
     last = result.err.splitlines()[-1]
     assert "at step 10 rank 1 on " in last
     assert "held other weights than rank 0 (either may be right)" in last
-    assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
 @pytest.mark.full
@@ -97,14 +83,7 @@ def test_weights_are_compared_before_every_save(tmp_path: Path, digits: Path, ex
 
 
 @pytest.mark.full
-def test_without_the_watch_a_diverged_run_continues(tmp_path: Path, digits: Path) -> None:
-    _, result = diverged(tmp_path, digits, 2, 1, "run.watch=none")
-    assert result.code == 0, "the other tests fail because of the watch"
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.long)])
-def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path, exact: str) -> None:
+def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path) -> None:
     slow = """\
 import time, torch.nn.functional as functional
 original = functional.cross_entropy
@@ -113,17 +92,13 @@ def slow(*arguments, **options):
     return original(*arguments, **options)
 functional.cross_entropy = slow"""
     site = inject(tmp_path / "site", 1, slow)
-    more = ("train.max_steps=6", "track.every=2 steps", "exact.shards=2", f"run.exact={exact}")
+    more = ("train.max_steps=6", "track.every=2 steps")
     run = job(tmp_path / "run", digits, 2, *more, PYTHONPATH=site)
     result = run.run()
     assert result.code == 0, result.err
-    assert result.err.count("is slow: its own part of a step") == result.err.count("rank 1 is slow") == 1, (
-        result.err
-    )
-    ratios = [value for _, key, value in run.journal("time/") if key == "time/slowest_rank_ratio"]
-    assert len(ratios) == 3
-    assert min(ratios) > 1.5
-    assert {value for _, key, value in run.journal("time/") if key == "time/slowest_rank"} == {1.0}
+    assert result.err.count(" is slow: ") == result.err.count("rank 1 is slow") == 1, result.err
+    slowest = [value for _, key, value in run.journal("time/") if key == "time/slowest_rank"]
+    assert slowest == [1.0] * 3
 
 
 JOIN = """
@@ -159,42 +134,15 @@ def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
     assert outputs == ["joined\n", "joined\nthe collective timed out\n"]
 
 
-@pytest.mark.parametrize(
-    ("error", "is_of_peer"),
-    [(RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Reset"), True),
-     (RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms"), True),
-     (RuntimeError("Application timeout caused pair closure"), True),
-     (dist.DistNetworkError("connection lost"), True),
-     (RuntimeError("PytorchStreamReader failed reading /data/gloo/weights.pt"), False),
-     (FileNotFoundError(2, "No such file or directory", "/data/gloo/a.jpg"), False),
-     (ValueError("gloo"), False)],
-)  # fmt: skip
-def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank(
-    error: Exception, is_of_peer: bool
-) -> None:
-    assert is_peer_failure(error) is is_of_peer
-
-
-def test_a_slow_rank_is_reported_after_two_measurements_and_again_only_after_a_recovery() -> None:
-    lines: list[str] = []
-    config = load("digits", [])
-    group = Group(World(size=3, local_size=3), torch.device("cpu"))
-    plan = make_plan(config, group.world, DataSize(960, 96, 10))
-    watch = StragglerWatch(Strategy(config, plan, torch.nn.Linear(1, 1), group), lines.append)
-
-    def report(*times: int) -> int:
-        """Report the ranks' times in ms; return the number of new lines."""
-        before = len(lines)
-        watch.log_slow_rank([1000 * time for time in times], 1)
-        return len(lines) - before
-
-    assert [report(10, 10, 16), report(10, 10, 10), report(10, 10, 16)] == [0, 0, 0], "not twice in a row"
-    assert report(10, 10, 16) == 1
-    assert "rank 2 is slow" in lines[0]
-    assert "takes 16 ms, that of the others 10 ms" in lines[0]
-    assert [report(10, 10, 14), report(10, 10, 16), report(10, 10, 16)] == [0, 0, 0], "not yet recovered"
-    assert [report(10, 11, 10), report(10, 10, 16), report(10, 10, 16)] == [0, 0, 1]
-    assert [report(16, 10, 10), report(10, 16, 10), report(10, 16, 10)] == [0, 0, 1], "another rank"
+def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank() -> None:
+    for line in (
+        "[/build/gloo/transport/tcp/pair.cc:545] Read error",
+        "Application timeout caused pair closure",
+    ):
+        assert is_peer_failure(RuntimeError(line))
+    assert is_peer_failure(dist.DistNetworkError("connection lost"))
+    assert not is_peer_failure(RuntimeError("PytorchStreamReader failed reading /data/gloo/weights.pt"))
+    assert not is_peer_failure(FileNotFoundError(2, "No such file or directory", "/data/gloo/a.jpg"))
 
 
 def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,22 +166,3 @@ def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pyte
         assert group.device_timeout == timedelta(seconds=2000), "for subgroups"
     finally:
         dist.destroy_process_group()
-
-
-def test_training_ends_a_hang_before_nccl_does(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Called(Exception):
-        pass
-
-    def set_device_timeout(self: Group, timeout_s: float) -> None:
-        raise Called(timeout_s)
-
-    monkeypatch.setattr(Group, "set_device_timeout", set_device_timeout)
-    monkeypatch.setattr(Watchdog, "start", lambda self: None)
-    config = load("digits", [f"data.root={digits}", *SMALL, f"run.dir={tmp_path}"])
-    source = open_source(config)
-    prepared = session.Prepared(source, make_plan(config, World(), source.size), found=None, weights=None)
-    with pytest.raises(Called) as called:
-        session.run_training(config, World(), RunFolder(tmp_path), lambda: prepared, StopRequest())
-    assert called.value.args[0] > config.run.timeout + session._MARGIN_S + COMPILATION_S + 60

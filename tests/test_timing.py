@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from harness import read_rows
-from test_ranks import inject, job
 from torch.optim import SGD
 
 from pipeline.addons.ops.timing import advise
@@ -81,37 +80,6 @@ def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_tim
         for entry, (_, _, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
             assert row[f"time/{entry}_s"] >= seconds * times, entry
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
-
-
-WAIT_IN = {
-    # fsdp calls it after the backward pass has reduced the gradients of the last unit.
-    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
-    # The last stage sends its logits to the other stages.
-    "stages": "torch.distributed.broadcast",
-}
-
-
-@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("stages", marks=pytest.mark.full)])
-def test_waiting_after_the_gradients_counts_as_communication_in_sharded_modes(
-    tmp_path: Path, digits: Path, parallel: str
-) -> None:
-    owner, _, name = WAIT_IN[parallel].rpartition(".")
-    code = f"""\
-import time, pkgutil, torch.distributed.fsdp
-owner = pkgutil.resolve_name({owner!r})
-function = getattr(owner, {name!r})
-def slow(*arguments, **options):
-    time.sleep(0.2)
-    return function(*arguments, **options)
-setattr(owner, {name!r}, slow)"""
-    site = inject(tmp_path / "site", 1, code)
-    run = job(tmp_path / "run", digits, 2, f"parallel={parallel}", "train.max_steps=4", PYTHONPATH=site)
-    result = run.run()
-    assert result.code == 0, result.err
-    (spent,) = (value for _, key, value in run.journal("time/") if key == "time/communication_s")
-    assert spent > 0.75 * 4 * 0.2, (
-        "in each step one process sleeps and the other waits; the value is the mean"
-    )
 
 
 def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:

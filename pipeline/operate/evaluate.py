@@ -8,9 +8,8 @@ from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
 from pipeline.planning import divide_resources
 from pipeline.record.terminal import make_terminal
-from pipeline.train.ending import done_line
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.join import broadcast_source, join
+from pipeline.train.setup import broadcast_source, join
 from pipeline.world import World
 
 
@@ -24,9 +23,9 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
     terminal.log_bad_images(result.bad_images)
-    balanced = result.evaluation.describe_balanced(len(source.classes))
-    terminal.log(f"validation: {result.evaluation.line}, {balanced}")
-    if result.evaluation.warning:
-        terminal.log(result.evaluation.warning)
+    balanced = f"balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f}"
+    classes = f"{result.evaluation.classes} of {len(source.classes)} classes"
+    terminal.log(f"validation: {result.evaluation.line}, {balanced} over {classes}")
     group.shutdown()
-    return done_line(contents["epoch"], result.evaluation, weights_digest(eval_weights(contents)))
+    weights = f"sha256:{weights_digest(eval_weights(contents))}"
+    return result.evaluation.done_line(contents["epoch"], weights)

@@ -14,16 +14,11 @@ from pipeline.plan import Plan
 
 
 def choose_strategy(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strategy:
-    """Return the strategy of this run.
-
-    One process has nothing to exchange, except in exact mode.
-    """
+    """Return the strategy of this run. One process exchanges nothing, except in exact mode."""
     kind: type[Strategy] = DDPStrategy
     if config.run.exact:
         kind = part("exact")
-    elif config.parallel == "dataparallel":
-        kind = part("dataparallel")
-    elif group.size == 1:
+    elif group.size == 1 and config.parallel != "dataparallel":
         kind = Strategy
     elif config.parallel != "ddp":
         kind = part(config.parallel)

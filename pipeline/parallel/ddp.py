@@ -2,7 +2,7 @@
 
 Exact resumption needs two choices. DDP rebuilds its gradient buckets after the first backward pass,
 and other buckets give other sums from 3 processes on: a discarded, synchronised pass at the start
-(`train.build`) gives a resumed run the buckets of an uninterrupted one. And buffers are not
+(`train.setup`) gives a resumed run the buckets of an uninterrupted one. And buffers are not
 broadcast in every pass: training itself never reads running statistics. An evaluation takes rank
 0's, which a checkpoint holds, too; with model.batchnorm=average both take the mean.
 
@@ -36,9 +36,7 @@ _LOCAL_BUFFERS: dict[str, Any] = (
 class DDPStrategy(Strategy):
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
-        self.warms_up = (
-            True  # DDP rebuilds its buckets after the first pass, in the order in which gradients arrived
-        )
+        self.warms_up = True  # the buckets, see above
         self._averages_buffers = config.model.batchnorm == "average"
         if config.model.batchnorm == "sync":
             synchronise_batch_norm(model)

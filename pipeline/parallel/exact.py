@@ -14,8 +14,7 @@ any grouping: gradients in units of 2^-fraction_bits, running statistics in unit
 - Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can
   overflow. A larger gradient, or one that is not finite, is noticed before the update
   (`has_overflow`).
-- Resolution: a unit of 2^-44 is 6e-14. If the largest gradient of a tensor has few units,
-  `precision_warning` says so.
+- Resolution: a unit of 2^-44 is 6e-14.
 - Cost: twice the bytes of DDP, in buckets that are sent while the last backward pass still runs.
 
 Sums that do not depend on the order are an old goal (Demmel & Nguyen, "Fast reproducible
@@ -39,7 +38,6 @@ from pipeline.plan import Plan
 _BUCKET_ELEMENTS = 1 << 20
 _BUFFER_BITS = 36
 _INT64_BITS = 62  # without the sign, and with one bit to spare
-_FEW_UNITS = 1 << 10
 
 
 @dataclass
@@ -72,14 +70,9 @@ class ExactStrategy(Strategy):
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         # frozen modules are in evaluation mode, and their buffers stay bit-identical
-        self._buffers = [
-            buffer
-            for module in model.modules()
-            if module.training
-            for buffer in module.buffers(recurse=False)
-        ]
-        # running statistics are averaged; the other buffers are counters, which count one shard a
-        # step
+        trained_modules = [module for module in model.modules() if module.training]
+        self._buffers = [buffer for module in trained_modules for buffer in module.buffers(recurse=False)]
+        # running statistics are averaged; other buffers are counters, which count one shard a step
         self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._buffers_before: list[Tensor] = []
         self._statistics_before = flatten(self._averaged)
@@ -88,7 +81,6 @@ class ExactStrategy(Strategy):
         self._pending: list[dist.Work | None] = []
         self._is_last_pass = False
         self._overflow = torch.zeros((), dtype=torch.bool, device=group.device)
-        self._smallest = torch.full((), torch.inf, device=group.device)
 
     @contextmanager
     def gradient_sync(self, micro: int) -> Iterator[None]:
@@ -99,9 +91,8 @@ class ExactStrategy(Strategy):
             buffer.copy_(before)
         yield
         for bucket in self._buckets:
-            if bucket.arrived or (
-                self._is_last_pass and not bucket.is_complete
-            ):  # a layer took no part in this pass
+            # a layer took no part in this pass
+            if bucket.arrived or (self._is_last_pass and not bucket.is_complete):
                 self._add_shard(bucket)
         if self._statistics.numel():
             statistics = flatten(self._averaged)
@@ -115,15 +106,6 @@ class ExactStrategy(Strategy):
 
     def has_overflow(self) -> Tensor:
         return self._overflow
-
-    def precision_warning(self) -> str | None:
-        units = float(self._smallest) * 2.0**self._bits
-        if units >= _FEW_UNITS:
-            return None
-        return (
-            f"exact: the largest gradient of a tensor was no more than {units:.0f} units of 2^-{self._bits}, so its sum"
-            " is coarse: raise exact.fraction_bits"
-        )
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         return {**super().replicated_tensors(), **dict(self.model.named_buffers())}
@@ -145,11 +127,9 @@ class ExactStrategy(Strategy):
 
     def _add_shard(self, bucket: _Bucket) -> None:
         """Add the current shard's gradients to a bucket; in the last pass send complete buckets."""
-        parts = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in bucket.parameters
-        ]
-        gradient = flatten(parts)
+        gradient = flatten(
+            [torch.zeros_like(param) if param.grad is None else param.grad for param in bucket.parameters]
+        )
         self._overflow |= ~_within(gradient, self._max_gradient)
         bucket.units += _to_units(gradient, self._bits)
         for parameter in bucket.parameters:
@@ -177,9 +157,6 @@ class ExactStrategy(Strategy):
             statistics = torch.where(self._changes > 0, means, self._statistics_before.double())
             for buffer, statistic in zip(self._averaged, split_like(statistics, self._averaged), strict=True):
                 buffer.copy_(statistic)
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients])
-        self._smallest = torch.minimum(self._smallest, torch.where(largest > 0, largest, torch.inf).min())
 
     def _mean(self, units: Tensor, bits: int) -> Tensor:
         """Return a sum over all shards as a float64 mean."""
@@ -209,8 +186,4 @@ def _fill_buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
             room = _BUCKET_ELEMENTS
         groups[-1].append(parameter)
         room -= parameter.numel()
-    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
-    return [
-        _Bucket(group, torch.zeros(size, dtype=torch.int64, device=group[0].device))
-        for group, size in zip(groups, sizes, strict=True)
-    ]
+    return [_Bucket(group, torch.zeros_like(flatten(group), dtype=torch.int64)) for group in groups]

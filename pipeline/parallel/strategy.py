@@ -22,8 +22,6 @@ class Strategy:
 
     is_replicated = True
     """Each process has the whole model, and waits for others only when gradients are exchanged."""
-    notice: str | None = None
-    """A line that a user who chose this strategy should read."""
 
     def __init__(self, config: Settings, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model
@@ -40,9 +38,7 @@ class Strategy:
         self._run_model = self._compiled(model)
 
     def forward_backward(self, micro: int, pixels: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Run pass `micro` of a step.
-
-        Return its mean loss, [], and its logits, [B, classes], detached.
+        """Run pass `micro` of a step; return its mean loss, [], and its logits, [B, classes].
 
         pixels: [B, 3, H, W] float32 on the device.
         """
@@ -64,9 +60,12 @@ class Strategy:
         return nullcontext()
 
     def on_gradients_computed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in each backward pass, once the first weights have their gradient."""
-        first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        """Call `callback` in each backward pass, once this process has computed its gradients.
+
+        For strategies with `is_replicated`.
+        """
         # gradients arrive from the last layer to the first
+        first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: callback())  # type: ignore[no-untyped-call]
 
     def clip_gradients(self, max_norm: float) -> None:
@@ -77,10 +76,6 @@ class Strategy:
         """Return True, or [] bool on the device, if a gradient of this step could not be summed."""
         return False
 
-    def precision_warning(self) -> str | None:
-        """Return a line for the user on how precisely gradients were summed so far, or None."""
-        return None
-
     def make_ema(self) -> nn.Module:
         """Return a copy of the model for its moving average, sharded as the model is."""
         return make_ema(self.model)
@@ -88,8 +83,7 @@ class Strategy:
     def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor] | None:
         """Return a function, pixels [B, 3, H, W] to logits [B, classes], that all ranks call.
 
-        B may be 0 in some processes. None if each process can run `model` alone. model: this
-        strategy's model or its EMA.
+        B may be 0. None if each process can run `model` (this strategy's, or its EMA) alone.
         """
         return None
 
@@ -104,9 +98,9 @@ class Strategy:
         return dict(self.model.named_parameters())
 
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dicts (`model`, `average`, `optimizer`) of the whole model, on rank 0.
+        """Return the state dicts of the whole model on rank 0. All processes call it together.
 
-        All processes call this together.
+        states: those of this process, `model`, `average` and `optimizer`, or some of them.
         """
         return states
 
@@ -115,11 +109,7 @@ class Strategy:
         return states
 
     def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return `module`, compiled if the plan says so, at its first call with each image size.
-
-        With CUDA graphs, logits and gradients lie in the graphs' memory, which the next pass
-        overwrites. So there is one pass per update, which ends by freeing its gradients.
-        """
+        """Return `module`, compiled if the plan says so, at its first call with each image size."""
         if not self._compiles:
             return module
         from torch._dynamo import config  # takes a second to import
@@ -131,15 +121,17 @@ class Strategy:
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
         if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
             # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
-            world = self.group.world
-            inductor.compile_threads = min(
-                inductor.compile_threads or 1, max(1, world.cpus // world.local_size)
-            )
+            share = max(1, self.group.world.cpus // self.group.world.local_size)
+            inductor.compile_threads = min(inductor.compile_threads or 1, share)
         return torch.compile(module, dynamic=False, mode=compile_mode(self._options))
 
 
 def compile_mode(options: TrainSettings) -> str | None:
-    """Return the mode of torch.compile that train.compile asks for."""
+    """Return the mode of torch.compile that train.compile asks for.
+
+    With CUDA graphs (reduce-overhead), logits and gradients lie in the graphs' memory, which the
+    next pass overwrites. So there is one pass per update, which ends by freeing its gradients.
+    """
     return options.compile if options.compile == "reduce-overhead" else None
 
 

@@ -3,19 +3,17 @@
 Why it is exact: batches are cut from the whole set in index order, so their contents do not depend
 on which process evaluates them. Process r evaluates batches r, r + world, …. Each image gives
 integers (is it right, its confidence in 2^-30, its loss in 2^-40). Every figure is a function of
-their sums, which are the same in any order. Nothing is padded.
+these, and one process sets those of an image. Nothing is padded.
 
 On GPUs this holds with one GPU model and version of the software. cuDNN then chooses its kernels by
 the shapes of a batch. Benchmarking them, as training does, could choose others in each process.
 
 NaN and infinity have no integer. An image whose logits are not finite is counted: it is a wrong
-answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`, so no sum can
-overflow.
+answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,26 +34,9 @@ from pipeline.plan import Resources
 from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.train.listener import Evaluated
 
 _IMAGE_LOSS_UNIT = 2**40
-
-
-@contextmanager
-def _fixed_kernels() -> Iterator[None]:
-    """Use deterministic cuDNN kernels that are not chosen by a benchmark."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
-
-
-class EvalResult(NamedTuple):
-    evaluation: Evaluation
-    predictions: Predictions
-    bad_images: list[BadImage]
 
 
 class Evaluator:
@@ -75,17 +56,12 @@ class Evaluator:
         predict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.images = images
-        self._model = model
-        self._predict = predict
+        self._model, self._predict = model, predict
         self._data = EvalBatches(images, config)
-        self._precision = config.train.precision
-        self._resources = resources
-        self._group = group
+        self._config, self._resources, self._group = config, resources, group
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
-        self._size = evaluation_geometry(config.evaluate, config.augment)[0]
-        self._flips = config.evaluate.flip
 
-    def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
+    def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:
         """Return the model's result, or None in all processes if one is asked to stop.
 
         Raises OutageError in all processes if the images of one stay out of reach.
@@ -93,28 +69,32 @@ class Evaluator:
         terminal: shows the progress.
         """
         group, device = self._group, self._group.device
-        mine = range(group.rank, len(self._data), group.size)
-        loader = batches(self._data, mine, self._resources, pin=device.type == "cuda")
+        loader = batches(
+            self._data,
+            range(group.rank, len(self._data), group.size),
+            self._resources,
+            pin=device.type == "cuda",
+        )
         loaded = to_device(loader, device)
-        counts = torch.zeros(5, dtype=torch.int64, device=device)
-        # each image's label + 1, predicted class, confidence and loss: one process sets them, so
-        # their sum is what it set
-        per_image = torch.zeros((4, len(self.images)), dtype=torch.int64, device=device)
+        # a column for each image, see `_count`
+        counts = torch.zeros((7, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
         in_training = [
             module for module in self._model.modules() if module.training
         ]  # frozen modules are not
         self._model.eval()
         try:
-            with torch.inference_mode(), _fixed_kernels(), autocast(device, self._precision):
+            with torch.inference_mode(), _fixed_kernels(), autocast(device, self._config.train.precision):
                 rounds = -(-len(self._data) // group.size)
                 for done in range(1, rounds + 1):
                     batch = next(loaded, None)
                     if batch is not None:
-                        counts += self._count(batch, per_image)
+                        first = int(batch.ids[0])
+                        counts[:, first : first + len(batch.ids)] = self._count(batch)
                         defects += batch.defects
                     elif self._predict:  # the other processes need this one's part of the model
-                        self._logits_of_views(torch.empty((0, 3, self._size, self._size), device=device))
+                        size = evaluation_geometry(self._config.evaluate, self._config.augment)[0]
+                        self._logits_of_views(torch.empty((0, 3, size, size), device=device))
                     outage = batch.outage if batch else None
                     is_stopping, has_outage = group.any_rank(asked_to_stop(), outage is not None)
                     if has_outage:
@@ -126,47 +106,55 @@ class Evaluator:
             loader.close()
             for module in in_training:
                 module.training = True
-        images, correct1, correct5, not_finite, correct1_plain = group.all_reduce(counts).tolist()
-        all_defects = sorted(defect for part in group.all_gather(defects) for defect in part)
-        bad_images = [BadImage(sample, self.images.name(sample), reason) for sample, reason in all_defects]
-        labels, predicted, confidence, losses = group.all_reduce(per_image).numpy()
+        found = sorted(defect for part in group.all_gather(defects) for defect in part)
+        bad_images = [BadImage(sample, self.images.name(sample), reason) for sample, reason in found]
+        # the sum over the processes is what one of them set
+        seen, labels, predicted, top5, plain, confidence, losses = group.all_reduce(counts).numpy()
+        labels = labels - 1
         predictions = Predictions(
-            (labels - 1).astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
+            labels.astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
         )
         loss_sum = sum(losses.tolist())  # Python's integers: it may exceed 2^63
         evaluation = Evaluation(
-            step, images, len(self.images), correct1, correct5, loss_sum * LOSS_UNIT // _IMAGE_LOSS_UNIT, not_finite,
-            nll=loss_sum / _IMAGE_LOSS_UNIT / max(1, int((labels > 0).sum())),
-            ece=predictions.calibration_error(), balanced_accuracy=predictions.balanced_accuracy(),
+            step,
+            images=int(seen.sum()),
+            total=len(self.images),
+            correct1=int(((predicted == labels) & (labels != NO_LABEL)).sum()),
+            correct5=int(top5.sum()),
+            loss_sum=loss_sum * LOSS_UNIT // _IMAGE_LOSS_UNIT,
+            not_finite=int((predicted == NO_PREDICTION).sum()),
+            nll=loss_sum / _IMAGE_LOSS_UNIT / max(1, int((labels >= 0).sum())),
+            ece=predictions.calibration_error(),
+            balanced_accuracy=predictions.balanced_accuracy(),
             classes=predictions.classes_with_images,
-            correct1_plain=correct1_plain if self._flips else None,
-        )  # fmt: skip
-        return EvalResult(evaluation, predictions, bad_images)
+            correct1_plain=int(plain.sum()) if self._config.evaluate.flip else None,
+        )
+        return Evaluated(evaluation, predictions, bad_images)
 
-    def _count(self, batch: Batch, per_image: Tensor) -> Tensor:
-        """Evaluate a batch, and set its columns of `per_image`, [4, images].
+    def _count(self, batch: Batch) -> Tensor:
+        """Evaluate a batch. Return a column for each image, [7, B] int64 on the device.
 
-        Return [images, correct, correct within five, images with logits not finite, correct without
-        mirror images] int64 on the device.
+        Its rows: 1, the label + 1, the predicted class, is the label among the first five, is the
+        prediction right without the mirror image, the confidence, the loss.
         """
         labels = batch.labels
         views = self._logits_of_views(self._normalise(batch.images))
         logits = torch.stack(views).mean(0)
         finite = logits.isfinite().all(1)
         top5 = logits.topk(min(5, logits.shape[1]), 1).indices
-        correct = (top5 == labels[:, None]) & finite[:, None]
-        predicted = top5[:, 0].where(finite, NO_PREDICTION)
         log_probabilities = logits.double().log_softmax(1)
         confidence = log_probabilities.amax(1).exp().where(finite, 0)
         losses = functional.nll_loss(log_probabilities, labels, ignore_index=NO_LABEL, reduction="none")
         losses = losses.where(finite, 0).clamp(max=MAX_LOSS)
-        first = int(batch.ids[0])
-        per_image[:, first : first + len(labels)] = torch.stack([
-            labels + 1, predicted, _count_units(confidence, CONFIDENCE_UNIT), _count_units(losses, _IMAGE_LOSS_UNIT),
+        return torch.stack([
+            torch.ones_like(labels),
+            labels + 1,
+            top5[:, 0].where(finite, NO_PREDICTION),
+            (top5 == labels[:, None]).any(1) & finite,
+            (views[0].argmax(1) == labels) & views[0].isfinite().all(1),
+            confidence.mul(CONFIDENCE_UNIT).round().to(torch.int64),
+            losses.mul(_IMAGE_LOSS_UNIT).round().to(torch.int64),
         ])  # fmt: skip
-        images = torch.full((), len(labels), dtype=torch.int64, device=labels.device)
-        correct_plain = ((views[0].argmax(1) == labels) & views[0].isfinite().all(1)).sum()
-        return torch.stack([images, correct[:, 0].sum(), correct.sum(), (~finite).sum(), correct_plain])
 
     def _logits_of_views(self, images: Tensor) -> list[Tensor]:
         """Return the logits, [B, classes] float32, and with evaluate.flip those of mirror images.
@@ -174,10 +162,17 @@ class Evaluator:
         images: [B, 3, H, W], normalised.
         """
         predict = self._predict or self._model
-        views = [images, images.flip(-1)] if self._flips else [images]
+        views = [images, images.flip(-1)] if self._config.evaluate.flip else [images]
         return [predict(view).float() for view in views]
 
 
-def _count_units(values: Tensor, per_one: int) -> Tensor:
-    """Return the values, [B] float64, as integers in units of 1 / per_one."""
-    return values.mul(per_one).round().to(torch.int64)
+@contextmanager
+def _fixed_kernels() -> Iterator[None]:
+    """Use deterministic cuDNN kernels that are not chosen by a benchmark."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before

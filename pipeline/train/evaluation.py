@@ -27,9 +27,9 @@ class Evaluation:
     ece: float | None = None
     """The expected calibration error, see `Predictions.calibration_error`."""
     balanced_accuracy: float | None = None
-    """The mean over the classes of their recall."""
+    """The mean over the classes that have images of their recall."""
     classes: int | None = None
-    """The number of those classes: those that have images."""
+    """The number of these classes."""
     correct1_plain: int | None = None
     """With evaluate.flip: correct predictions without the mirror images."""
 
@@ -42,11 +42,6 @@ class Evaluation:
         return self.correct5 / self.images
 
     @property
-    def loss(self) -> float:
-        """The mean loss; NaN if the logits of any image are not finite."""
-        return math.nan if self.not_finite else self.loss_sum / LOSS_UNIT / self.images
-
-    @property
     def rank(self) -> tuple[int, int]:
         """The order of models, in integers: the best has the highest. See also `receipt.rank`."""
         return self.correct1, -self.loss_sum
@@ -54,8 +49,9 @@ class Evaluation:
     @property
     def figures(self) -> dict[str, float]:
         """The figures beside top-1 and top-5, by name: those that are finite."""
+        loss = math.nan if self.not_finite else self.loss_sum / LOSS_UNIT / self.images
         named = {
-            "loss": self.loss, "nll": math.nan if self.not_finite else self.nll, "ece": self.ece,
+            "loss": loss, "nll": math.nan if self.not_finite else self.nll, "ece": self.ece,
             "balanced_accuracy": self.balanced_accuracy,
             "top1_plain": None if self.correct1_plain is None else self.correct1_plain / self.images,
         }  # fmt: skip
@@ -64,26 +60,21 @@ class Evaluation:
     @property
     def line(self) -> str:
         """The figures, for the terminal."""
-        names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
         figures = {"loss": math.nan} | self.figures
-        parts = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
-        return f"top-1 {self.top1:.4f}, top-5 {self.top5:.4f}, {', '.join(parts)}, {self.images} of {self.total} images"
+        names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
+        shown = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
+        line = f"top-1 {self.top1:.4f}, top-5 {self.top5:.4f}, {', '.join(shown)}"
+        line += f", {self.images} of {self.total} images"
+        if self.not_finite:
+            line += (
+                f"; the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong,"
+                " and this model is never the best; lower optimizer.lr or set train.clip"
+            )
+        return line
 
-    def lacks_classes(self, num_classes: int) -> bool:
-        """Return True if a class has no image, so that no figure says how well it is predicted."""
-        return self.classes is not None and self.classes < num_classes
-
-    def describe_balanced(self, num_classes: int) -> str:
-        """Return the balanced accuracy as text, and over how many classes if some have no image."""
-        over = f" over {self.classes:,} of {num_classes:,} classes" if self.lacks_classes(num_classes) else ""
-        return f"balanced accuracy {self.balanced_accuracy or 0:.4f}{over}"
-
-    @property
-    def warning(self) -> str | None:
-        """A line that says how many images have logits that are not finite, or None."""
-        if not self.not_finite:
-            return None
+    def done_line(self, epoch: int, weights: str) -> str:
+        """Return the result line. weights: `sha256:` and the digits."""
         return (
-            f"the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong predictions,"
-            " the loss is nan, and this model is never the best; lower optimizer.lr or set train.clip"
+            f"done step={self.step} epoch={epoch} top1={self.top1:.4f} top5={self.top5:.4f}"
+            f" images={self.images}/{self.total} weights={weights}"
         )

@@ -19,14 +19,9 @@ class Start:
     """A start of a run whose state is loaded."""
 
     step: int
-    checkpoint: Path | None
-    """The file that it resumes from."""
-    resume: str
-    """`run.resume`, as the command gave it."""
-    facts: dict[str, Any]
-    """Tags of the run."""
-    evaluated: dict[str, Any] | None
-    """The receipt's row of the model that it resumes from, if that is evaluated."""
+    checkpoint: Path | None  # the file that it resumes from
+    facts: dict[str, Any]  # tags of the run
+    evaluated: dict[str, Any] | None  # the receipt's row of the model that it resumes from, if evaluated
 
 
 @dataclass(frozen=True)
@@ -35,11 +30,9 @@ class Update:
 
     step: int
     epoch: int
-    sample_ids: list[int] = field(default_factory=list)
-    """Those of the global batch, in order, if `run.trace`."""
+    sample_ids: list[int] = field(default_factory=list)  # of the global batch, in order, if `run.trace`
     batch_sha256: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Those of the steps since the last report, if one is due."""
+    metrics: dict[str, float] = field(default_factory=dict)  # of the steps since the last report, if due
     best_top1: float | None = None
 
 
@@ -50,9 +43,8 @@ class Evaluated:
     evaluation: Evaluation
     predictions: Predictions
     bad_images: list[BadImage]
-    row: dict[str, Any]
-    """The receipt's row."""
-    is_best: bool
+    row: dict[str, Any] = field(default_factory=dict)  # of the receipt
+    is_best: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,13 +52,10 @@ class End:
     """The end of a run, with or without a result."""
 
     step: int
-    status: str
-    """FINISHED, FAILED or KILLED, as MLflow has it."""
+    status: str  # FINISHED, FAILED or KILLED, as MLflow has it
     line: str
     best: Evaluation | None
-    last: Evaluation | None
-    seconds_left: Callable[[], float | None]
-    """Returns the time until this process must end, or None."""
+    seconds_left: Callable[[], float | None]  # until this process must end
 
     @property
     def is_finished(self) -> bool:
@@ -76,11 +65,9 @@ class End:
 class Mirror(Protocol):
     """A copy of the run's folder elsewhere, which this process holds the lease of."""
 
-    error: str
-    """Why it is incomplete, or ""."""
+    error: str  # why it is incomplete, or ""
     failures: list[str]
-    uploaded: list[str]
-    """Names of checkpoints that it has since the last look."""
+    uploaded: list[str]  # names of checkpoints that it has since the last look
 
     def start(self) -> None: ...
 

@@ -8,21 +8,43 @@ the same in all processes: it comes from the plan, from the state, or from `any_
 import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 from pipeline.data.access import BadImage
 from pipeline.data.batch import Batch
-from pipeline.errors import StorageError, TemporaryError
+from pipeline.errors import NotFiniteError, RunError, StorageError, TemporaryError
+from pipeline.guards.divergence import DivergenceWatch
+from pipeline.lazy import part
+from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, CheckpointWriter, all_finite
+from pipeline.train.evaluate import Evaluator
 from pipeline.train.evaluation import Evaluation
+from pipeline.train.job import Job, Process
 from pipeline.train.listener import Evaluated, Update
-from pipeline.train.save import save
-from pipeline.train.trainer import Trainer
+from pipeline.train.metrics import Metrics
+from pipeline.train.records import Records
+from pipeline.train.state import TrainState
+from pipeline.train.step import Step
+
+_LAST_SAVE_S = 60
+"""Seconds for which the last save of a run is tried again."""
 
 
-def train(trainer: Trainer, batches: Iterator[Batch], *, is_moved: bool) -> Evaluation:
+class Trainer:
+    """The parts with which a process trains. The state changes, the parts stay."""
+
+    def __init__(self, job: Job, process: Process, state: TrainState, records: Records) -> None:
+        self.job, self.process, self.state, self.records = job, process, state, records
+        config, plan, strategy = job.config, job.plan, state.strategy
+        self.step = Step(config, plan, state, process.timer)
+        self.stragglers = part("straggler watch")(strategy, process.terminal.log)
+        self.metrics = Metrics(config, plan, process, self.stragglers)
+        self.divergence = DivergenceWatch(strategy, plan)
+        predict = strategy.make_predictor(state.eval_model)
+        self.evaluator = Evaluator(state.eval_model, job.source.val, config, plan, process.group, predict)
+
+
+def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
     """Train to the plan's last step. Return the evaluation of the last step's model.
-
-    is_moved: the state comes from a checkpoint in another folder, so it is saved here too if it is
-    due.
 
     Raises TemporaryError, after a save, if a process was asked to stop, and what `update_once` and
     `save` raise: in all processes together.
@@ -31,7 +53,7 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_moved: bool) -> Eval
     timer, watchdog = trainer.process.timer, trainer.process.watchdog
     first_step = state.step  # above 0 if the run was resumed
     # needs no save, or has one: a step is saved again once its evaluation is known
-    saved = None if is_moved else (state.step, state.is_evaluated)
+    saved = (state.step, state.is_evaluated)
     is_stopping = False
     while True:
         is_best = False
@@ -39,10 +61,8 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_moved: bool) -> Eval
             found = evaluate(trainer)  # None: asked to stop meanwhile, and the next start evaluates
             is_stopping = found is None
             is_best = found is not None and found.is_best
-        if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (
-            state.step,
-            state.is_evaluated,
-        ):
+        is_due = is_stopping or is_best or plan.saves_at(state.step)
+        if is_due and saved != (state.step, state.is_evaluated):
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
                 save(trainer, is_last=is_stopping or state.step >= plan.last_step, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
@@ -110,22 +130,76 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
 
 def evaluate(trainer: Trainer) -> Evaluated | None:
     """Evaluate the current model. Return None if a process was asked to stop meanwhile."""
-    state, process, strategy = trainer.state, trainer.process, trainer.state.strategy
+    state, process = trainer.state, trainer.process
     with process.timer.charge("validation"):
         step = state.confirm_step()
         trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
-        strategy.broadcast_buffers(state.eval_model)
+        state.strategy.broadcast_buffers(state.eval_model)
         result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
             return None
         is_best = state.add_evaluation(result.evaluation)
     with process.timer.charge("tracking"):
         row = state.receipt_row()  # in all processes: a sharded model is gathered for its digest
-        evaluated = Evaluated(result.evaluation, result.predictions, result.bad_images, row, is_best)
+        result = replace(result, row=row, is_best=is_best)
         for listener in trainer.records.listeners:
-            listener.evaluated(evaluated)
+            listener.evaluated(result)
     trainer.metrics.restart_window()
-    return evaluated
+    return result
+
+
+def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
+    """Have rank 0 save the state, once all processes agree that it may be saved.
+
+    is_last: return only when it is on the disk. Unless the run is stopping, too, a save that fails
+    is then tried again, while the other ranks wait.
+
+    Raises NotFiniteError if weights are not finite, StorageError if saves fail, RunError if weights
+    differ.
+    """
+    state, job, group = trainer.state, trainer.job, trainer.process.group
+    writer = trainer.records.checkpoints  # None on ranks other than 0
+    step = state.confirm_step()
+    trainer.divergence.compare(step)
+    for model in filter(None, (state.model, state.ema)):
+        state.strategy.average_buffers(model)
+    refusal: RunError | None = None
+    if not all_finite(state.model.state_dict().values()):
+        refusal = NotFiniteError(
+            f"weights are not finite at step {step}: not saved; the earlier checkpoints are good"
+        )
+    elif writer:
+        writer.wait()  # for the save before this one: there is one at a time
+        if writer.should_give_up:
+            often = f"saves failed {MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
+            refusal = _lost(trainer, writer, f"{often}, step {step} is lost")
+    group.raise_together(refusal)
+    # all processes: a sharded state is gathered here
+    contents = state.to_dict(group.all_reduce(state.totals))
+    failure: RunError | None = None
+    if writer:
+        patience_s = min(_LAST_SAVE_S, job.config.run.timeout / 2) if is_last and not is_stopping else 0
+        contents = {**contents, **trainer.records.identity, "epoch": job.plan.epoch_at(step)}
+        # returns once the tensors are on the host: a thread writes the file while training goes on
+        writer.save(contents, step, state.best.step if state.best else None, patience_s)
+        if is_last:
+            writer.wait()
+        if is_last and writer.failures:
+            failure = _lost(trainer, writer, f"the last checkpoint, of step {step}, could not be saved")
+            if is_stopping and not writer.is_folder_removed:
+                unsaved = (
+                    f"step {step} could not be saved, the same command resumes from the newest checkpoint"
+                )
+                failure = TemporaryError("asked to stop", unsaved)
+    if is_last:
+        group.raise_together(failure)
+
+
+def _lost(trainer: Trainer, writer: CheckpointWriter, problem: str) -> StorageError:
+    if writer.is_folder_removed:
+        removed = f"run.dir={trainer.job.folder.path} was removed or renamed during the run"
+        return StorageError(f"{removed}: {problem}", "leave a run's folder where it is until the run ends")
+    return StorageError(problem, "free disk space")
 
 
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:

@@ -17,7 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.data.access import is_bucket
 from pipeline.lazy import part
 from pipeline.plan import Plan
-from pipeline.timing import ENTRIES, Seconds
+from pipeline.timing import ENTRIES
 from pipeline.train.evaluation import LOSS_UNIT
 from pipeline.train.job import Process
 from pipeline.train.state import TrainState
@@ -48,13 +48,16 @@ class Metrics:
             return {}
         step = state.confirm_step()
         totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
-        times = self._stragglers.pop_times()
         elapsed = max(1e-9, time.perf_counter() - self._start)
-        failures = torch.tensor(self._pop_failed_reads(), dtype=torch.int64)
-        mine = torch.cat([totals, failures, times, self._machine(elapsed).flatten()])
-        loss, correct, images, *rest = self._group.all_reduce(mine).tolist()
+        parts = [
+            totals,
+            torch.tensor(self._pop_failed_reads(), dtype=torch.int64),
+            self._stragglers.pop_times(),
+            self._machine(elapsed).flatten(),
+        ]
+        sums = torch.split(self._group.all_reduce(torch.cat(parts)), [len(part) for part in parts])
+        (loss, correct, images), failed_reads, times, machines = (total.tolist() for total in sums)
         state.totals.zero_()
-        failed_reads, rest = rest[: len(failures)], rest[len(failures) :]
         images_per_s = self._steps * self._plan.global_batch / elapsed
         metrics = {
             "train/loss": loss / LOSS_UNIT / images,
@@ -65,9 +68,9 @@ class Metrics:
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": (self._timer.seconds["data"] - self._waited) / elapsed,
             **(part("metrics of failed reads")(failed_reads) if failed_reads else {}),
-            **self._stragglers.log_slow_rank(rest[: len(times)], self._steps),
+            **self._stragglers.log_slow_rank(times, self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
-            **_by_machine(self._group.hosts, rest[len(times) :]),
+            **_by_machine(self._group.hosts, machines),
         }
         self.restart_window()
         return metrics
@@ -80,11 +83,9 @@ class Metrics:
         self._has_new_steps = False
         mine = self._timer.pop()
         total = self._group.all_reduce(torch.tensor([round(1e6 * mine[entry]) for entry in ENTRIES]))
-        mean: Seconds = dict(zip(ENTRIES, (total / self._group.size / 1e6).tolist(), strict=True))
-        return {
-            "time/epoch_s": sum(mean.values()),
-            **{f"time/{entry}_s": seconds for entry, seconds in mean.items()},
-        }
+        means = (total / self._group.size / 1e6).tolist()
+        spent = {f"time/{entry}_s": seconds for entry, seconds in zip(ENTRIES, means, strict=True)}
+        return {"time/epoch_s": sum(means), **spent}
 
     def _machine(self, elapsed: float) -> torch.Tensor:
         """Return [processes, 3] int64, in this rank's row: KiB, CPU ‰, KiB of GPU memory."""

@@ -29,22 +29,16 @@ def make_optimizer(model: nn.Module, config: Settings) -> torch.optim.Optimizer:
     groups = parameter_groups(model, options.weight_decay)
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
-    if options.name == "lamb":
-        return _timm("Lamb")(
-            groups, lr=options.lr, betas=options.betas, max_grad_norm=None
-        )  # train.clip does that
+    if options.name == "lamb":  # train.clip clips, not LAMB itself
+        return _timm("Lamb")(groups, lr=options.lr, betas=options.betas, max_grad_norm=None)
+    momentum: dict[str, Any] = {"momentum": options.momentum, "nesterov": options.nesterov}
     if options.name == "muon":
         groups[1]["use_fallback"] = True
-        return _timm("Muon")(
-            groups, lr=options.lr, betas=options.betas, momentum=options.momentum, nesterov=options.nesterov
-        )
+        return _timm("Muon")(groups, lr=options.lr, betas=options.betas, **momentum)
     # torch 2.14's fused SGD does not take sharded parameters, and chooses foreach by itself only if
     # neither option is given
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    optimizer = torch.optim.SGD(
-        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
-        fused=not is_sharded, foreach=is_sharded,
-    )  # fmt: skip
+    optimizer = torch.optim.SGD(groups, lr=options.lr, **momentum, fused=not is_sharded, foreach=is_sharded)
     if options.momentum:
         # Zeros have the same effect as no buffer at the first step. If that step is skipped because
         # of an overflow (fp16), torch 2.14's fused SGD leaves new buffers uninitialised, with other
@@ -68,15 +62,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     if not is_collection or not all(isinstance(pattern, str) for pattern in patterns):
         problem = f"no_weight_decay of {type(model).__name__} gives a {type(patterns).__name__}"
         raise RequestError(problem, "give a set of parameters' names, as strings")
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
             is_named = any(fnmatchcase(name, pattern) for pattern in patterns)
-            groups[param.ndim >= 2 and not name.endswith("bias") and not is_named].append(param)
-    return [
-        {"params": groups[True], "weight_decay": weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
-    ]
+            is_decayed = param.ndim >= 2 and not name.endswith("bias") and not is_named
+            (decayed if is_decayed else others).append(param)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _timm(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -1,7 +1,10 @@
 """All that rank 0 writes: the listeners of a run, in one list."""
 
 import json
+import math
+import os
 import shlex
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +14,17 @@ import torch
 
 from pipeline.config.credentials import without_password
 from pipeline.data.access import BadImage
-from pipeline.data.index import Index
 from pipeline.errors import RunError
 from pipeline.lazy import part
+from pipeline.plan import Plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.failure import clear_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, Trace, events, run_id
-from pipeline.supervision import launch_id
+from pipeline.record.terminal import Terminal, format_duration
+from pipeline.supervision import launch_id, process_stat
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import End, Evaluated, Listener, Mirror, Start, Update
-from pipeline.train.progress import ToTerminal
 from pipeline.train.resume import prepare_folder
 from pipeline.train.state import TrainState
 
@@ -50,7 +53,7 @@ def open_records(
 
     resumed_from: the checkpoint. mirror: that of rank 0, which holds its lease.
     """
-    group, config = process.group, job.config
+    group, config, folder = process.group, job.config, job.folder
     evaluated = state.receipt_row() if state.is_evaluated else None
     records = Records()
     error: RunError | None = None
@@ -58,14 +61,17 @@ def open_records(
         try:
             if mirror:
                 mirror.abandon_after(resumed_from)  # first: a restart must not restore what is set aside here
-            _prepare_folder(job, state, resumed_from, process.terminal.log)
-            facts = _facts(job, resumed_from, group.device)
-            start = Start(state.step, resumed_from, config.run.resume, facts, evaluated)
+            best_step = state.best.step if state.best else None
+            prepare_folder(resumed_from, best_step, folder, process.terminal.log)
+            clear_failure(folder.path)
+            folder.write(folder.config, config.to_yaml().encode())
+            folder.write(folder.plan, json.dumps(job.plan.to_dict(), indent=1).encode())
+            start = Start(state.step, resumed_from, _facts(job, resumed_from, group.device), evaluated)
             records = _list_records(job, process, start, mirror)
             for listener in records.listeners:
                 listener.started(start)
         except OSError as reason:
-            error = job.folder.write_error(reason)
+            error = folder.write_error(reason)
         except RunError as reason:
             error = reason
     group.raise_together(error)
@@ -77,10 +83,9 @@ def open_records(
 def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | None) -> Records:
     """Return the records of rank 0, whose folder is prepared."""
     config, folder, log = job.config, job.folder, process.terminal.log
-    journal = ToJournal(job, start, mirror, log)
     tracker = part("tracker")(job, log) if config.track.uri != "none" else None
     listeners: list[Listener | None] = [
-        journal,
+        ToJournal(job, start, mirror, log),
         part("receipt")(folder, log),
         ToTrace(folder, start.step) if config.run.trace else None,
         part("report")(job, start.step, log) if config.track.report else None,
@@ -104,21 +109,21 @@ class ToJournal(Listener):
     """Writes the rows from which the other records can be made again."""
 
     def __init__(self, job: Job, start: Start, mirror: Mirror | None, log: Callable[[str], None]) -> None:
-        self._folder, self._classes, self._mirror = job.folder, job.source.classes, mirror
-        self._world = job.plan.world
+        self._job, self._folder, self._mirror = job, job.folder, mirror
         self._worlds = [event["tags"]["world"] for event in events(job.folder.journal, "started")]
         self._journal = Journal(job.folder.journal, log, start.step if start.evaluated else start.step - 1)
 
     def started(self, start: Start) -> None:
-        if self._worlds and self._worlds[-1] != self._world:
-            self._event("resized", step=start.step, processes=self._world, before=self._worlds[-1])
+        world = self._job.plan.world
+        if self._worlds and self._worlds[-1] != world:
+            self._event("resized", step=start.step, processes=world, before=self._worlds[-1])
         self._event(
             "started",
             step=start.step,
             resumed=start.checkpoint is not None,
             checkpoint=start.checkpoint.name if start.checkpoint else None,
             launch=launch_id(),
-            resume=start.resume,
+            resume=self._job.config.run.resume,
             tags=start.facts,
         )
         if start.evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
@@ -138,15 +143,11 @@ class ToJournal(Listener):
 
     def evaluated(self, result: Evaluated) -> None:
         evaluation = result.evaluation
-        recalls = result.predictions.recalls(self._classes)
-        metrics = {
-            "val/top1": evaluation.top1,
-            "val/top5": evaluation.top5,
-            "val/images": float(evaluation.images),
-            **{f"val/{name}": value for name, value in evaluation.figures.items()},
-        }
+        recalls = result.predictions.recalls(self._job.source.classes)
+        figures = {"top1": evaluation.top1, "top5": evaluation.top5, "images": float(evaluation.images)}
+        figures |= evaluation.figures
         self.measured(evaluation.step, {f"val/recall/{name}": value for name, value in recalls.items()})
-        self.measured(evaluation.step, metrics)
+        self.measured(evaluation.step, {f"val/{name}": value for name, value in figures.items()})
         self._event("evaluated", **result.row)
 
     def saved(self, checkpoint: Path) -> None:
@@ -182,26 +183,66 @@ class ToTrace(Listener):
         self._trace.append(update.step, update.epoch, update.sample_ids, update.batch_sha256)
 
 
+class ToTerminal(Listener):
+    """Shows progress, validations and bad images."""
+
+    def __init__(self, plan: Plan, terminal: Terminal) -> None:
+        self._plan, self._terminal = plan, terminal
+        self._is_first_step = True
+
+    def found(self, bad_images: list[BadImage]) -> None:
+        for bad in bad_images:
+            self._terminal.log(f"bad image {bad.name}: {bad.reason}; another image takes its place")
+
+    def stepped(self, update: Update) -> None:
+        if self._is_first_step:
+            self._is_first_step = False
+            started = int(process_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+            seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started  # imports included
+            self._terminal.log(f"first step done {seconds:.1f} s after the start")
+        if update.metrics:
+            self._show_progress(update)
+
+    def evaluated(self, result: Evaluated) -> None:
+        self._terminal.log_bad_images(result.bad_images)
+        best = " (best)" if result.is_best else ""
+        self._terminal.log(f"validation at step {result.evaluation.step:,}: {result.evaluation.line}{best}")
+
+    def _show_progress(self, update: Update) -> None:
+        plan, step, metrics = self._plan, update.step, update.metrics
+        epochs = math.ceil(plan.last_step / plan.steps_per_epoch)
+        seconds_left = (plan.last_step - step) * metrics["time/step_ms"] / 1000
+        parts = [
+            f"{step / plan.last_step:4.0%}",
+            f"epoch {update.epoch + 1}/{epochs}",
+            f"step {step:,}/{plan.last_step:,}",
+            f"loss {metrics['train/loss']:.4f}",
+            f"{format_duration(seconds_left)} left",
+            "" if update.best_top1 is None else f"best top-1 {update.best_top1:.4f}",
+            f"{metrics['time/images_per_s']:,.0f} images/s",
+            f"lr {metrics['train/lr']:.3g}",
+            f"waiting for data {metrics['time/waiting_for_data']:.0%}",
+        ]
+        self._terminal.progress(*filter(None, parts))
+
+
 def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]:
     """Return the last lines of a finished run, by name."""
-    config, folder, best, last = job.config, job.folder, end.best, end.last
+    config, folder, best = job.config, job.folder, end.best
     file = best and folder.checkpoint_of_step(best.step)
-    is_last = best is not None and last is not None and best.step == last.step
     rows = {}
     if best is None:
         rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
-    if best and last and file:
-        rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}"
-        rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
-        rows["best"] += f": {file}"
+    elif file:
+        rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}: {file}"
     if config.track.report:
         rows["report"] = str(folder.report / "index.html")
     uri = part("tracking uri")(config, folder)
     rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
     if mirror:
         rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"
-    run_dir = shlex.quote(str(folder.path))
-    rows["use it"] = f"pipeline predict {run_dir}{'' if is_last or not file else ' --best'} IMAGE ..."
+    flag = " --best" if best and best.step != end.step else ""
+    rows["use it"] = f"pipeline predict {shlex.quote(str(folder.path))}{flag} IMAGE ..."
     return rows
 
 
@@ -209,30 +250,30 @@ def _identity(job: Job) -> dict[str, Any]:
     config, source, index = job.config, job.source, job.source.index
     if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
         config = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
+    split = None  # there is val/
+    if (
+        index is not None and index.is_split_by_hash
+    ):  # a digest of all names, and the rule that holds some out
+        rule = index.hold_out
+        split = {"names": index.names_digest(), "val_split": rule.share, "split_by": rule.by}
     return {
-        "config": config.to_yaml(), "data": source.digest, "split": _hash_split(index),
+        "config": config.to_yaml(), "data": source.digest, "split": split,
         "classes": list(source.classes), "world": job.plan.world,
     }  # fmt: skip
-
-
-def _prepare_folder(
-    job: Job, state: TrainState, resumed_from: Path | None, log: Callable[[str], None]
-) -> None:
-    """Set aside what this start replaces, and write what it was asked for. Raises OSError."""
-    folder = job.folder
-    prepare_folder(resumed_from, state.best_step, folder, log)
-    clear_failure(folder.path)
-    folder.write(folder.config, job.config.to_yaml().encode())
-    folder.write(folder.plan, json.dumps(job.plan.to_dict(), indent=1).encode())
 
 
 def _facts(job: Job, resumed_from: Path | None, device: torch.device) -> dict[str, Any]:
     """Return the tags of a run: what it is made of, on which machine."""
     config, plan = job.config, job.plan
+    facts = {"recipe": config.recipe}
+    if config.changes:
+        facts["changes"] = config.changes
+    if resumed_from and not job.folder.contains(resumed_from):  # continues another run
+        other = RunFolder(resumed_from.parent.parent)
+        if resumed_from.parent == other.checkpoints and (origin := run_id(other.journal)):
+            facts["continues"] = origin
     return {
-        "recipe": config.recipe,
-        **({"changes": config.changes} if config.changes else {}),
-        **_continued_run(resumed_from, job.folder),
+        **facts,
         "world": plan.world,
         "processes_a_node": plan.local_world,
         "threads": plan.threads,
@@ -241,19 +282,3 @@ def _facts(job: Job, resumed_from: Path | None, device: torch.device) -> dict[st
         "data": job.source.digest,
         **part("provenance")(config.recipe, config.model.arch, device),
     }
-
-
-def _continued_run(resumed_from: Path | None, folder: RunFolder) -> dict[str, str]:
-    """Return the id of the run whose checkpoint this one continues, if that is another run."""
-    if resumed_from is None or folder.contains(resumed_from):
-        return {}
-    other = RunFolder(resumed_from.parent.parent)
-    origin = run_id(other.journal) if resumed_from.parent == other.checkpoints else None
-    return {"continues": origin} if origin else {}
-
-
-def _hash_split(index: Index | None) -> dict[str, Any] | None:
-    """Return a digest of all names and the rule that holds some out; None if there is val/."""
-    if index is None or not index.is_split_by_hash:
-        return None
-    return {"names": index.names_digest(), "val_split": index.hold_out.share, "split_by": index.hold_out.by}

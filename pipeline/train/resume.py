@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import RequestError, StorageError, count_of
 from pipeline.group import Group
 from pipeline.lazy import part
 from pipeline.record.checkpoint import decode, decode_state
@@ -52,27 +52,52 @@ def find(
     if config.run.resume == "never":
         return None
     try:
+        known = known_checkpoints(folder.journal)
         if config.run.resume == "auto":
             # a damaged file is named and passed over: the one before it is complete
             verified = newest_verified(folder.checkpoints, log, config.start_again)
             # files that the journal knows are gone: to start afresh would silently lose a run
-            if verified is None and (known := known_checkpoints(folder.journal)):
+            if verified is None and known:
                 raise StorageError(
                     f"{config.run_dir} holds no checkpoint, and its journal names {known[-1]}",
                     f"restore one from a copy, or {config.start_again}",
                 )
         else:
-            verified = _named(config.run.resume, log)
-            _refuse_another_run(verified[0], config, folder)
+            verified = _read_path(config.run.resume, log)
+            used = verified[0]
+            # the journal here would be continued, and the best model here taken for that of `used`
+            if known and used.name not in known and not folder.contains(used):
+                raise RequestError(
+                    f"run.resume={config.run.resume} is of another run than that in {config.run_dir}",
+                    "give another run.dir with it, or leave run.resume out to continue the run there",
+                )
     except OSError as error:
         raise folder.write_error(error) from None
     if verified is None:
         return None
     path, data = verified
     contents = decode_state(data, path)  # weights_only: a file never executes
-    _refuse_others(contents, config, source)
+    refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
+    if contents["data"] != source.digest:
+        changed = part("data change")(config, source, contents["data"], config.run_dir / "index")
+        raise RequestError(
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}",
+            f"restore it, give the folder that holds it with data.root=FOLDER, or {config.start_again}",
+        )
     part("refuse another model")(contents, config, path)
     return VerifiedCheckpoint(path, data, contents)
+
+
+def _read_path(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
+    """Return the path and bytes of the checkpoint that run.resume=PATH names."""
+    try:
+        path = find_checkpoint(Path(text))
+    except StorageError as error:
+        raise RequestError(
+            f"run.resume={text} is not allowed", f"auto | never | a checkpoint ({error})"
+        ) from None
+    newest = newest_verified(path.parent, log) if Path(text).is_dir() else None
+    return newest or (path, read_verified(path))
 
 
 def prepare_folder(
@@ -89,8 +114,7 @@ def prepare_folder(
     # newer checkpoints are damaged, or no longer true once training resumes from here
     newer = [path for path in list_checkpoints(folder.checkpoints) if _is_newer(path, used)]
     if newer:
-        plural = "s" if len(newer) > 1 else ""
-        log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_files(newer)}")
+        log(f"{len(newer)} newer checkpoint(s) set aside in {folder.set_aside_files(newer)}")
     log(f"resuming from {used}")
     if folder.contains(used):
         return
@@ -102,6 +126,12 @@ def prepare_folder(
         log(f"a checkpoint is not copied: {defect}")
 
 
+def _is_newer(path: Path, other: Path) -> bool:
+    if path.name == other.name:  # a copy
+        return False
+    return (step_of(path), path.stat().st_mtime_ns) > (step_of(other), other.stat().st_mtime_ns)
+
+
 def broadcast_contents(found: VerifiedCheckpoint | None, group: Group) -> dict[str, Any] | None:
     """Return in every process the contents of the checkpoint that rank 0 found, or None."""
     data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
@@ -111,63 +141,25 @@ def broadcast_contents(found: VerifiedCheckpoint | None, group: Group) -> dict[s
 
 
 def resume(
-    state: TrainState, contents: dict[str, Any], config: Config, group: Group, log: Callable[[str], None]
+    state: TrainState,
+    contents: dict[str, Any],
+    used: Path | None,
+    config: Config,
+    log: Callable[[str], None],
 ) -> None:
-    """Load the contents of a checkpoint into `state`. All processes call this together."""
+    """Load the contents of a checkpoint into `state`. All processes call this together.
+
+    used: its file, on rank 0.
+    """
+    group = state.strategy.group
     if contents["world"] != group.size:
-        processes = "processes" if group.size > 1 else "process"
-        weights = "the weights stay those of an unchanged run (run.exact)"
-        if not config.run.exact:
-            weights = (
-                "the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
-            )
+        weights = "stay those" if config.run.exact else "will differ from those (without run.exact)"
         log(
-            f"resuming with {group.size} {processes} instead of {contents['world']}: the samples and their order stay"
-            f" the same, and {weights}"
+            f"resuming with {count_of(group.size, 'process', 'es')} instead of {contents['world']}: the samples and"
+            f" their order stay the same, and the weights {weights} of an unchanged run"
         )
     state.load_dict(contents, is_main=group.is_main)
-
-
-def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> None:
-    """Raise RequestError if a checkpoint is of another configuration or of other data."""
-    refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
-    if contents["data"] != source.digest:
-        changed = part("data change")(config, source, contents["data"], config.run_dir / "index")
-        raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {changed}",
-            f"restore it, give the folder that holds it with data.root=FOLDER, or {config.start_again}",
-        )
-
-
-def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
-    """Return the path and bytes of the checkpoint that run.resume=PATH names."""
-    try:
-        path = find_checkpoint(Path(text))
-    except StorageError as error:
-        raise RequestError(
-            f"run.resume={text} is not allowed", f"auto | never | a checkpoint ({error})"
-        ) from None
-    if Path(text).is_dir():
-        newest = newest_verified(path.parent, log)
-        assert newest is not None
-        return newest
-    return path, read_verified(path)
-
-
-def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:
-    """Raise RequestError if the folder holds a run that never had the checkpoint `used`.
-
-    Its journal would be continued, and its best model taken for that of `used`.
-    """
-    known = known_checkpoints(folder.journal)
-    if known and used.name not in known and not folder.contains(used):
-        raise RequestError(
-            f"run.resume={config.run.resume} is of another run than that in {config.run_dir}",
-            "give another run.dir with it, or leave run.resume out to continue the run there",
-        )
-
-
-def _is_newer(path: Path, other: Path) -> bool:
-    if path.name == other.name:  # a copy
-        return False
-    return (step_of(path), path.stat().st_mtime_ns) > (step_of(other), other.stat().st_mtime_ns)
+    steps = [step_of(path) for path in list_checkpoints(used.parent)] if used else []
+    if any(group.any_rank(used is not None and state.best is not None and state.best.step not in steps)):
+        log("the checkpoint of the best model is not there: the best is chosen again from here")
+        state.forget_best()

@@ -51,8 +51,14 @@ class TrainState:
         return self.strategy.model
 
     @property
-    def best_step(self) -> int | None:
-        return self.best.step if self.best else None
+    def eval_model(self) -> nn.Module:
+        """The model that is evaluated, digested and served: the EMA if there is one."""
+        return self.model if self.ema is None else self.ema
+
+    @property
+    def is_evaluated(self) -> bool:
+        """The last evaluation was of this step's model."""
+        return self.evaluation is not None and self.evaluation.step == self.step
 
     def confirm_step(self) -> int:
         """Return the step, once its loss is known to be finite.
@@ -63,16 +69,6 @@ class TrainState:
         self.loss_guard.sync()
         return self.step
 
-    @property
-    def eval_model(self) -> nn.Module:
-        """The model that is evaluated, digested and served: the EMA if there is one."""
-        return self.model if self.ema is None else self.ema
-
-    @property
-    def is_evaluated(self) -> bool:
-        """The last evaluation was of this step's model."""
-        return self.evaluation is not None and self.evaluation.step == self.step
-
     def add_to_totals(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a pass to the totals. loss: [] mean, logits: [B, classes], labels: [B]."""
         images = len(labels)
@@ -81,10 +77,9 @@ class TrainState:
         self.totals[2] += images
 
     def add_evaluation(self, evaluation: Evaluation) -> bool:
-        """Keep an evaluation.
+        """Keep an evaluation. Return True if it is the best so far.
 
-        Return True if it is the best so far: of equals the one with the lower loss, then the
-        earlier; never one with NaN logits.
+        Of equals the one with the lower loss is, then the earlier; never one with NaN logits.
         """
         self.evaluation = evaluation
         if not evaluation.not_finite and (self.best is None or evaluation.rank > self.best.rank):
@@ -100,9 +95,7 @@ class TrainState:
     def to_dict(self, totals: Tensor) -> dict[str, Any]:
         """Return tensors, numbers and strings: on rank 0 of the whole model.
 
-        All processes call this together.
-
-        totals: those of this state, summed over the processes.
+        All processes call this together. totals: those of this state, summed over the processes.
         """
         states = {
             "model": self.model.state_dict(),
@@ -120,10 +113,7 @@ class TrainState:
         }
 
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
-        """Load what `to_dict` returned.
-
-        Rank 0 alone loads the totals, so that the next sum counts them once.
-        """
+        """Load what `to_dict` returned. Rank 0 alone loads the totals, to be summed once."""
         states = self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")})
         load_weights(self.model, states["model"])
         if self.ema is not None:
@@ -151,7 +141,9 @@ class TrainState:
         """
         evaluation = self.evaluation
         assert evaluation is not None
-        digest, checksums = self._digest_and_checksums()
+        digest, checksums = digest_and_checksums(
+            self.strategy.full_state({"model": self.eval_model.state_dict()})["model"]
+        )
         return {
             "step": evaluation.step,
             "weights": f"sha256:{digest}",
@@ -163,15 +155,3 @@ class TrainState:
             "images": f"{evaluation.images}/{evaluation.total}",
             **({"not_finite": evaluation.not_finite} if evaluation.not_finite else {}),
         }
-
-    def weights_digest(self) -> str:
-        """Return the digest of the evaluated model; valid on rank 0.
-
-        All processes call this together.
-        """
-        return self._digest_and_checksums()[0]
-
-    def _digest_and_checksums(self) -> tuple[str, str]:
-        return digest_and_checksums(
-            self.strategy.full_state({"model": self.eval_model.state_dict()})["model"]
-        )

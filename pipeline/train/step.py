@@ -72,16 +72,11 @@ class Step:
 
 
 def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
-    """Run one discarded pass on blank images.
-
-    `train.build` calls it, and restores weights and buffers afterwards.
-    """
+    """Run one discarded pass on blank images. The caller then restores weights and buffers."""
     shape = (plan.micro_batch, 3, plan.first_size, plan.first_size)
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=strategy.group.device)
     none = torch.empty((0, MIX_COLUMNS))
-    blank = Batch(
-        torch.zeros(shape, dtype=torch.uint8), labels, ids=labels, digests=none, mix=none, defects=[]
-    )
+    blank = Batch(torch.zeros(shape, dtype=torch.uint8), labels, labels, digests=none, mix=none, defects=[])
     run_pass(strategy, normalise, timer, plan.accumulate - 1, blank)
     strategy.model.zero_grad()
 

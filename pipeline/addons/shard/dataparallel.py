@@ -1,7 +1,7 @@
 """DataParallel: one process drives all GPUs of a machine, as in the oldest guides.
 
 It is here for comparison. Each GPU normalises its own part of a pass; the running statistics are
-those of the first GPU.
+those of the first GPU. On a CPU it does nothing.
 """
 
 from collections.abc import Callable
@@ -9,23 +9,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Config
-from pipeline.group import Group
 from pipeline.parallel.strategy import Strategy
-from pipeline.plan import Plan
 
 
 class DataParallelStrategy(Strategy):
-    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
-        super().__init__(config, plan, model, group)
-        if group.device.type == "cpu":
-            self.notice = "parallel=dataparallel does nothing on a CPU: the model runs in one process"
-            return
-        self.notice = (
-            f"parallel=dataparallel: one process copies the model to {torch.cuda.device_count()} GPUs in every pass and"
-            " collects gradients on the first; parallel=ddp with a process for each GPU is faster"
-        )
-
     def forward(self, pixels: Tensor) -> Tensor:
         return self.make_predictor(self.model)(pixels)
 

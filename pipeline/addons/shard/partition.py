@@ -7,11 +7,11 @@ the names that they have in the model. Other models are refused, because a wrong
 would silently train another model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class Layer(NamedTuple):
     """One step of the forward pass, which works with any copy of the model."""
 
     owns: tuple[str, ...]
-    """Names of the modules and parameters that it uses."""
+    """Names of the modules and parameters that it uses and that have weights."""
     run: Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -65,16 +65,19 @@ _LAYERS: dict[type[nn.Module], tuple[str | Layer, ...]] = {
 class StageModule(nn.Module):
     """A stage: some layers of a model, with their inputs and outputs contiguous."""
 
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-    """The context of a forward pass, which sets its precision."""
-
-    def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: list[Layer],
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
         self.model = model
         self._layers = layers
+        self._autocast = autocast
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.autocast():
+        with self._autocast():
             x = _contiguous(x)
             for layer in self._layers:
                 x = layer.run(self.model, x)
@@ -86,7 +89,12 @@ def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> lis
 
     size: side of the images, in pixels. Raises RequestError if the model cannot be split so.
     """
-    units = _join_unweighted(model, _layers(model, arch))
+    units: list[list[Layer]] = []
+    for layer in _layers(model, arch):
+        # a layer without weights joins the one before it, so that every stage has weights
+        if layer.owns or not units:
+            units.append([])
+        units[-1].append(layer)
     if count > len(units):
         raise RequestError(
             f"stages.count={count} is too large for {arch}",
@@ -105,6 +113,7 @@ def remove_layers(model: nn.Module, layers: list[Layer]) -> None:
 
 
 def _layers(model: nn.Module, arch: str) -> list[Layer]:
+    """Return all layers of a model in the order of its forward pass."""
     listed = _LAYERS.get(type(model))
     if listed is None:
         families = ", ".join(sorted(family.__name__ for family in _LAYERS))
@@ -112,32 +121,25 @@ def _layers(model: nn.Module, arch: str) -> list[Layer]:
             f"parallel=stages cannot split model.arch={arch}",
             f"use one of torchvision's {families}, or parallel=fsdp",
         )
-    layers: list[Layer] = []
-    for item in listed:
-        layers += [item] if isinstance(item, Layer) else _members(model, item)
-    owned = [name for layer in layers for name in layer.owns]
-    assert all(_is_within(name, owned) for name in model.state_dict()), (
-        f"the layers of {arch} miss some weights"
-    )
-    return layers
-
-
-def _members(model: nn.Module, name: str) -> list[Layer]:
-    module = model.get_submodule(name)
-    if type(module) is nn.Sequential:
-        return [layer for inner, _ in module.named_children() for layer in _members(model, f"{name}.{inner}")]
-    return [Layer((name,), lambda model, x: model.get_submodule(name)(x))]
-
-
-def _join_unweighted(model: nn.Module, layers: list[Layer]) -> list[list[Layer]]:
-    """Join each layer without weights to the one before it, so that every stage has weights."""
     weights = list(model.state_dict())
-    units: list[list[Layer]] = []
-    for layer in layers:
-        if not units or any(_is_within(name, layer.owns) for name in weights):
-            units.append([])
-        units[-1].append(layer)
-    return units
+
+    def members(item: str | Layer) -> Iterator[Layer]:
+        if isinstance(item, Layer):
+            yield item
+        elif type(module := model.get_submodule(item)) is nn.Sequential:
+            for name, _ in module.named_children():
+                yield from members(f"{item}.{name}")
+        else:
+            has_weights = any(name.startswith(f"{item}.") for name in weights)
+            yield Layer((item,) if has_weights else (), lambda model, x: model.get_submodule(item)(x))
+
+    layers = [layer for item in listed for layer in members(item)]
+    owned = tuple(name for layer in layers for name in layer.owns)
+    missed = [
+        name for name in weights if name not in owned and not name.startswith(tuple(f"{o}." for o in owned))
+    ]
+    assert not missed, f"the layers of {arch} miss {missed}"
+    return layers
 
 
 def _flops(model: nn.Module, units: list[list[Layer]], size: int) -> list[int]:
@@ -170,7 +172,3 @@ def _balance(costs: list[int], count: int) -> tuple[int, ...]:
 def _contiguous(x: Tensor) -> Tensor:
     # its gradient, too: only these can be sent, and ConvNeXt and channels_last produce others
     return x.flatten().view(x.shape)
-
-
-def _is_within(name: str, owners: list[str] | tuple[str, ...]) -> bool:
-    return any(name == owner or name.startswith(f"{owner}.") for owner in owners)

@@ -13,24 +13,20 @@ def fsdp_slices(config: Config, plan: Resources) -> int:
 
 def divide_into_stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
     """Return the number of stages and of micro-batches."""
-    count, micro_batches = config.stages.count, config.stages.micro_batches
+    count, parts = config.stages.count, config.stages.micro_batches
     if world % count:
-        worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
+        fewer = world // count * count
+        worlds = ", ".join(str(near) for near in (fewer, fewer + count) if near)
         raise RequestError(
-            f"stages.count={count} does not divide {world} processes",
-            f"worlds that work are {', '.join(map(str, worlds))}",
+            f"stages.count={count} does not divide {world} processes", f"worlds that work are {worlds}"
         )
     images = count * micro_batch
-    if micro_batches is None:
+    if parts is None:
         return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
-    if images % micro_batches:
+    if images % parts or (config.stages.schedule == "1f1b" and parts < count):
         raise RequestError(
-            f"stages.micro_batches={micro_batches} does not divide the {images} images of a copy's pass",
-            f"the nearest that work are {near_divisors(images, micro_batches)}",
+            f"stages.micro_batches={parts} does not divide the {images} images of a copy's pass, or is less than"
+            f" stages.count={count}, and 1f1b needs one per stage",
+            f"the nearest that work are {near_divisors(images, parts)}; or use stages.schedule=gpipe",
         )
-    if config.stages.schedule == "1f1b" and micro_batches < count:
-        raise RequestError(
-            f"stages.micro_batches={micro_batches} is less than stages.count={count}, and 1f1b needs one per stage",
-            "raise it, or use stages.schedule=gpipe",
-        )
-    return count, micro_batches
+    return count, parts
