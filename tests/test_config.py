@@ -201,6 +201,7 @@ HIDDEN = {
     "s3://key:a b@bucket/team@corp": "s3://bucket/team@corp", "http://u:p@s@[::1]:1/a": "http://[::1]:1/a",
     "http://me@host/a@b": "http://host/a@b", "http://u:1234567/x@host/y": "http://host/y",
     "http://a:b@h,http://c:d@e": "http://h,http://e", "http://h/?to=http://u:p@x": "http://h/?to=http://x",
+    "postgresql://u:5432/x@db/y": "postgresql://db/y", "mysql+pymysql://u:a@b/c@db/y": "mysql+pymysql://db/y",
     "https:/u:p@h/a@b": "https:/h/a@b", "x http://a:b/c@host:1 y s3:/d:e#f@b/x": "x http://host:1 y s3:/b/x",
 }  # fmt: skip
 

@@ -5,12 +5,20 @@ from urllib.parse import unquote
 
 _URL = r"([\w+.-]*:)(//?)(?!/)(%s*)"  # sqlite:///PATH has no host; a Path has one slash where the URL has two
 _HOST = re.compile(r"(\[[^]]*\]|[^]\[/?#:@]*)(:\d{1,5})?(?=[/?#]|$)")
-_SECRET = re.compile(r"(?i)(?<=[?&])[^=&\s]*(?:passw|pwd|passphrase|secret|token)[^=&\s]*=[^&\s]*&?")
+_NO_HOST = ("models", "runs", "dbfs", "file", "mlflow-artifacts", "sqlite")
+"""Schemes in which one slash is the start of a path."""
+_CONTAINER = re.compile(r"(abfss?|wasbs?)://[^/?#:@]+@")
+"""Azure's storage names a container before the @."""
+_DATABASE = re.compile(r"(postgres(ql)?|mysql|mariadb|mssql|oracle)(\+\w+)?://[^:/]*:")
+"""SQLAlchemy takes what follows up to an @ for a password, even a port and a path."""
 
 
 def without_password(text: str) -> str:
     """Return `text` without the credentials of its URLs, also those in their query strings."""
-    return _SECRET.sub("", re.sub(_URL % r"\S", _without_userinfo, text))
+    text = re.sub(_URL % r"\S", _without_userinfo, text)
+    return re.sub(
+        r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|pwd|passphrase|secret|token)[^=&\s]*=[^&\s]*&?", "", text
+    )
 
 
 def hide_credentials(value: str) -> str:
@@ -40,12 +48,15 @@ def _userinfo(url: re.Match[str]) -> str:
     They end at the last @ of the host's part, as in urllib. Passwords with /, ? and # work, too:
     if that part is no HOST and no HOST:PORT, the credentials end at the last @ of all.
     """
-    rest = url[3]
-    if _HOST.match(rest):
+    scheme, slashes, rest = url.groups()
+    if (slashes == "/" and re.split("[:+]", scheme)[0] in _NO_HOST) or _CONTAINER.match(url[0]):
         return ""
-    host = re.split("[/?#]", rest)[0]
-    userinfo = "".join((host if "@" in host else rest).rpartition("@")[:2])
-    return userinfo if url[2] == "//" or ":" in userinfo else ""  # not models:/NAME@ALIAS
+    if not _DATABASE.match(url[0]):
+        if _HOST.match(rest):
+            return ""
+        host = re.split("[/?#]", rest)[0]
+        rest = host if "@" in host else rest
+    return "".join(rest.rpartition("@")[:2])
 
 
 def show(value: object) -> str:
@@ -54,8 +65,8 @@ def show(value: object) -> str:
         return "auto"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, list | tuple):
-        value = f"[{', '.join(map(str, value))}]"
-    text = hide_credentials(str(value))
+    text = hide_credentials(
+        f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+    )
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()

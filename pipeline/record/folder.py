@@ -74,7 +74,16 @@ class RunFolder:
         return f"change the request or, once the cause is removed, {remedy}"
 
     def check_writable(self) -> None:
-        """Raise RequestError if nothing can be written here. Creates nothing."""
+        """Raise RequestError if nothing can be written here. Creates nothing.
+
+        Raises TemporaryError if the storage is out of reach.
+        """
+        try:
+            self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # what exists above it says whether it can be created
+        except OSError as error:  # such as a name that is too long
+            raise self.write_error(error) from None
         place = self.nearest_existing()
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             raise self._not_writable(f"{place} is read-only" if place.is_dir() else f"{place} is a file")
