@@ -1,9 +1,10 @@
 """Seeds for every random number of a run, and torch's settings for repeatable arithmetic.
 
 Promise: every random number is a function of (seed, purpose, position). So no random state is
-saved, and a run draws the same numbers after a resume and at any number of processes or threads.
-Why this holds: code that needs randomness seeds a generator with `derive(seed, purpose, *position)`
-just before it draws, and no generator is used for more than one sample, pass or epoch.
+saved, and a run draws the same numbers after a resume and at any number of processes or threads:
+only dropout is drawn per pass, whose number run.exact fixes. Why this holds: code that needs
+randomness seeds a generator with `derive(seed, purpose, *position)` just before it draws, and uses
+it for that position alone.
 
 torch is imported where it is used, because `derive` is also called before torch is imported.
 """
@@ -53,7 +54,7 @@ def seed_network(seed: int, *address: int | str) -> None:
 def configure_torch(*, deterministic: bool, exact: bool = False, precision: str, threads: int) -> None:
     """Set this process's threads, TF32 and, in deterministic mode, deterministic kernels and sums.
 
-    Call it before the process group forms. exact: gradients are summed as integers, in any order.
+    Call it before the process group forms. exact: the order in which NCCL sums does not matter.
     """
     import torch
 

@@ -178,7 +178,8 @@ def batches(
 
     Close it: its workers ignore SIGTERM, and Python waits for them when it exits. If a worker dies,
     all are started again at the next position. Raises LoaderError if they cannot start, or die more
-    than three times at one batch. Call this on the main thread: workers die with their thread.
+    than three times at one batch. Iterate it on the main thread: the first `next` forks the
+    workers, and they die with the thread that forked them.
     """
     if not plan.workers:
         made = (maker[position] for position in positions)

@@ -1,9 +1,9 @@
 """The order of samples: arithmetic on one seeded permutation per epoch.
 
-Promise: the ids of a global batch are a function of (seed, step) only. Ranks, workers and
-accumulation only slice it: rank r takes the r-th contiguous part, in `accumulate` micro-batches, so
-the concatenation over ranks is the same list at any world size. Nothing about order is saved,
-because the step determines it.
+Promise: for a data set and a plan, the ids of a global batch are a function of (seed, step) only.
+Ranks, workers and accumulation only slice it: rank r takes the r-th contiguous part, in
+`accumulate` micro-batches, so the concatenation over ranks is the same list at any world size.
+Nothing about order is saved, because the step determines it.
 
 Repeated augmentation (Berman et al., "MultiGrain", 2019; Hoffer et al., "Augment your batch", 2020;
 torchvision's references/classification/sampler.py) takes each image `repeats` times in one batch,

@@ -21,7 +21,7 @@ class Strategy:
     """Runs forward and backward, so that each process has the mean gradient of what it updates."""
 
     is_replicated = True
-    """Each process has the whole model, and waits for others only when gradients are exchanged."""
+    """Each process has the whole model; the passes of one do not wait for those of another."""
 
     def __init__(self, config: Settings, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model

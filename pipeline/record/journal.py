@@ -64,7 +64,7 @@ def final_status(path: Path) -> str | None:
 def known_checkpoints(path: Path) -> list[str]:
     """Return the names of the checkpoints that a run has saved or resumed from, in that order.
 
-    Those before a restore without a checkpoint do not count.
+    Those before the run was restored from its mirror without a checkpoint do not count.
     """
     names: list[str] = []
     for event in events(path):
@@ -118,7 +118,10 @@ class Journal:
     """The writer of a run's journal."""
 
     def __init__(self, path: Path, log: Callable[[str], None], resumed_at: int | None = None) -> None:
-        """resumed_at: the step after which figures of earlier starts no longer count, if any."""
+        """resumed_at: the step after which figures of earlier starts no longer count.
+
+        Below 1 in a start without a checkpoint; None: all count.
+        """
         self._log = log
         self._lock = threading.Lock()  # the thread that saves checkpoints writes rows, too
         self._last_steps: dict[str, int] = {}

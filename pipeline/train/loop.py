@@ -99,8 +99,10 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
     used = trainer.step.used
     with timer.charge("communication"):
-        # the only exchange of a step beside the gradients: whatever one process knows, all decide.
-        # A process that left by itself would leave the others waiting in their next collective.
+        # whatever one process knows, all decide, in one exchange: a process that left by itself
+        # would leave the others waiting in their next collective. A signal that comes later waits
+        # for the next step. Beside this and the gradients only what is due costs an exchange: the
+        # sums of a report, the trace, a comparison of the weights.
         is_stopping, is_bad, has_defects, has_outage = group.any_rank(
             trainer.process.asked_to_stop(),
             state.loss_guard.check(state.step + 1, loss, used),

@@ -1,9 +1,9 @@
 """One process's part in a run, from start to end: join, build, train, end.
 
-The `main` of a rank. It connects what the other modules do and contains no arithmetic. Its promise
-is the order: parts are complete before the state is loaded; rank 0 holds the folder's lock before
-anything is written to it; and however the run ends, the journal says so, the sender gets time to
-deliver it, and no process exits before rank 0 has saved.
+The `main` of a rank. `operate.launch` has read the request, set the signal handlers and, on rank 0,
+taken the folder's lock and found what to resume from (`Prepared`); then it calls `run_training`.
+The promise is the order: parts are complete before the state is loaded; all processes end together
+once rank 0 has saved, and the journal says how. Only a crash leaves at once: others may be gone.
 """
 
 import os
@@ -153,7 +153,7 @@ class Session:
             folder.check_ours()
             save_failure(folder.path, error, self._request)
             _crash(trainer, error)
-        except RunError as error:  # raised in all processes together
+        except RunError as error:  # raised in all processes together, by `Group.raise_together`
             watchdog.stop()
             # the modules that raise it do not know the configuration
             error.remedy = error.remedy.replace("the same command", config.same_command)

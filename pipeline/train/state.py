@@ -1,8 +1,9 @@
 """The training state: what a checkpoint holds, with the strategy and loss guard that it needs.
 
-Promise: a run that loads this state at step n continues exactly as the run that saved it would
-have. It is small because order, augmentation, dropout and the learning rate are functions of the
-step. It is complete when built, and then loaded.
+Promise: with run.deterministic or run.exact, and the same plan, a run that loads this state at step
+n continues to the same bits as the run that saved it. It is small because order, augmentation,
+dropout and the learning rate are functions of the step. `train.loop` adds who saved it
+(`Records.identity`: configuration, data, world), which `train.resume` compares.
 """
 
 from dataclasses import asdict, dataclass, field

@@ -42,7 +42,8 @@ class Step:
             with self._timer.charge("data"):
                 batch = next(batches)
             self.used.append(batch)
-            # dropout draws from a generator that is seeded by position: no state of it to save
+            # dropout draws from a generator that is seeded by position: no state of it to save.
+            # After `next`: without workers a batch is made here, and augmenting seeds it, too
             seed_network(self._config.run.seed, "network", state.step, group.rank * passes + micro)
             with self._timer.charge("forward_backward"):
                 # gradients add up over the passes; only the last one exchanges them
