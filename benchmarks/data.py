@@ -103,9 +103,9 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> list[Row]:
 
 def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Config, Plan, Source]:
     """Return what our loader needs. more: further overrides."""
-    overrides = [f"data.source={kind}", f"data.root={root}", f"data.workers={WORKERS}", f"batch.global={batch}",
-                 f"augment.size={SIZE}", "augment.scale=[0.08, 1]", "augment.ratio=[0.75, 1.33333333]",
-                 "augment.flip=0.5", "train.epochs=1000000", *more]  # fmt: skip
+    overrides = [f"data.source={kind}", f"data.root={root}", f"data.workers={WORKERS}", "augment.flip=0.5",
+                 f"batch.global={batch}", f"augment.size={SIZE}", "augment.scale=[0.08, 1]",
+                 "augment.ratio=[0.75, 1.33333333]", "train.epochs=1000000", *more]  # fmt: skip
     config = load("digits", overrides)
     source = open_source(config)
     return config, make_plan(config, this_world(), source.size), source

@@ -59,10 +59,8 @@ from pipeline.train.optimizer import make_optimizer
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
 
-DEFAULTS = [
-    "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",
-    "train.epochs=1000", "track.uri=none",
-]  # fmt: skip
+DEFAULTS = ["data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64",
+            "batch.global=64", "train.epochs=1000", "track.uri=none"]  # fmt: skip
 LOOPS = ("reference", "torchvision", "timm", "plain", "loaded")
 
 
@@ -145,7 +143,8 @@ def plain_step(setup: Setup, batch: Batch, script: str = "") -> Callable[[], Non
     model = build(config.model, plan.num_classes).to(device)
     network = torch.compile(model, dynamic=False, mode=compile_mode(config.train)) if plan.compiles else model
     optimizer = torch.optim.SGD(
-        model.parameters(), options.lr, options.momentum, weight_decay=options.weight_decay, nesterov=options.nesterov
+        model.parameters(), options.lr, options.momentum,
+        weight_decay=options.weight_decay, nesterov=options.nesterov,
     ) if script else make_optimizer(model, config)  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)

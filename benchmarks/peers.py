@@ -107,7 +107,8 @@ def _spdl(job: Job) -> Iterator[Any]:
             yield from random.sample(files, len(files))
 
     loader = (
-        PipelineBuilder().add_source(paths()).pipe(lambda path: crop(path.read_bytes()), concurrency=job.workers)
+        PipelineBuilder().add_source(paths())
+        .pipe(lambda path: crop(path.read_bytes()), concurrency=job.workers)
         .aggregate(job.batch).pipe(torch.stack).add_sink(job.workers).build(num_threads=job.workers)
     )  # fmt: skip
     with loader.auto_stop():

@@ -214,7 +214,7 @@ def start(config: Settings, world: World, device: torch.device) -> Group:
             if gpus.index(gpu) < rank:
                 raise RequestError(
                     f"ranks {gpus.index(gpu)} and {rank} use the same GPU ({group.hosts[rank]}, {gpu})",
-                    "start one process per GPU and give each its LOCAL_RANK, or show each process only its own"
-                    " GPU, or set run.device=cpu",
+                    "start one process per GPU and give each its LOCAL_RANK, or show each process only its"
+                    " own GPU, or set run.device=cpu",
                 ).collective()
     return group

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage",
+    "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars", "--remote-debugging-pipe",
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
-    "--remote-debugging-pipe",
 )  # fmt: skip
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 NO_BROWSER = f"none of {', '.join(PROGRAMS)} is installed: install Chromium"
@@ -24,7 +24,7 @@ _TEXT = "document.body.innerText"
 _CLICK = """(() => {
   const words = %s;
   const found = [...document.querySelectorAll("a, button, label, span, div")]
-    .find(element => element.ariaLabel === words || (!element.children.length && element.innerText === words));
+    .find(node => node.ariaLabel === words || (!node.children.length && node.innerText === words));
   found?.click();
   return Boolean(found);
 })()"""

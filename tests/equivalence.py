@@ -32,10 +32,8 @@ from pipeline.record.checkpoint_files import find, read_verified
 STEPS = 20
 # A low LR: with the recipe's LR, 20 steps amplify one rounding error to 1e-2, which hides real
 # differences.
-JOB = (
-    *SMALL, "batch.global=96", "optimizer.lr=1e-4", "train.clip=1", "train.ema=0.9", f"train.max_steps={STEPS}",
-    f"evaluate.every={STEPS} steps",
-)  # fmt: skip
+JOB = (*SMALL, "batch.global=96", "optimizer.lr=1e-4", "train.clip=1", "train.ema=0.9",
+       f"train.max_steps={STEPS}", f"evaluate.every={STEPS} steps")  # fmt: skip
 ROUNDING = 2e-5
 """Rounding errors after 20 steps are smaller; other batch norm inputs give 7 times more."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -60,26 +58,30 @@ ROWS = (
     Row("dataparallel", "batch.accumulate=4 parallel=dataparallel", why="does nothing on a CPU"),
     Row("2 processes", "batch.accumulate=2", 2, tolerance=ROUNDING, why="two processes' sums are added"),
     Row("torchrun", "batch.accumulate=2", 2, "torchrun", "2 processes"),
-    Row("two nodes", "batch.accumulate=2", 2, "two nodes", "2 processes", why="two torchrun agents on one machine"),
-    Row("spawned", "batch.accumulate=2", 2, "spawned", "2 processes", why="torch.multiprocessing.spawn, tcp://"),
+    Row("two nodes", "batch.accumulate=2", 2, "two nodes", "2 processes",
+        why="two torchrun agents on one machine"),
+    Row("spawned", "batch.accumulate=2", 2, "spawned", "2 processes",
+        why="torch.multiprocessing.spawn, tcp://"),
     Row("by hand", "batch.accumulate=2", 2, "by hand", "2 processes", why="RANK and WORLD_SIZE set, tcp://"),
     Row("4 processes", "batch.accumulate=1", 4, tolerance=ROUNDING, why="four processes' sums are added"),
     Row("accumulation 2", "batch.accumulate=2", tolerance=1e-3, why="batch norm over 48 images, not 24"),
     Row("accumulation 1", "batch.accumulate=1", tolerance=1e-3, why="batch norm over 96 images, not 24"),
-    Row("exact", "run.exact=true exact.shards=4", tolerance=ROUNDING, why="gradients are rounded to 2^-44, then added"),
-    Row("exact, 2 processes", "run.exact=true exact.shards=4", 2, against="exact", why="integer sums have no order"),
+    Row("exact", "run.exact=true exact.shards=4", tolerance=ROUNDING,
+        why="gradients are rounded to 2^-44, then added"),
+    Row("exact, 2 processes", "run.exact=true exact.shards=4", 2, against="exact",
+        why="integer sums have no order"),
     Row("fsdp, 2 processes", "parallel=fsdp batch.accumulate=2", 2, tolerance=ROUNDING,
         why="sums and norms of slices are added"),
-    Row("fsdp, again", "parallel=fsdp batch.accumulate=2", 2, against="fsdp, 2 processes", why="deterministic"),
+    Row("fsdp, again", "parallel=fsdp batch.accumulate=2", 2, "", "fsdp, 2 processes", why="deterministic"),
     Row("fsdp, 4 processes", "parallel=fsdp batch.accumulate=1", 4, tolerance=ROUNDING,
         why="sums and norms of slices are added"),
-    Row("fsdp, two nodes", "parallel=fsdp fsdp.shard=node batch.accumulate=1", 4, "two nodes", tolerance=ROUNDING,
-        why="sums and norms of slices are added, then those of two nodes"),
+    Row("fsdp, two nodes", "parallel=fsdp fsdp.shard=node batch.accumulate=1", 4, "two nodes",
+        tolerance=ROUNDING, why="sums and norms of slices are added, then those of two nodes"),
     Row("2 stages", "parallel=stages stages.micro_batches=4", 2, tolerance=ROUNDING,
         why="the gradient norms of the stages are added"),
-    Row("2 stages, again", "parallel=stages stages.micro_batches=4", 2, against="2 stages", why="deterministic"),
-    Row("2 stages, gpipe", "parallel=stages stages.micro_batches=4 stages.schedule=gpipe", 2, against="2 stages",
-        why="each stage has the same order of backward passes"),
+    Row("2 stages, again", "parallel=stages stages.micro_batches=4", 2, "", "2 stages", why="deterministic"),
+    Row("2 stages, gpipe", "parallel=stages stages.micro_batches=4 stages.schedule=gpipe", 2,
+        against="2 stages", why="each stage has the same order of backward passes"),
     Row("2 stages, 2 copies", "parallel=stages stages.micro_batches=2", 4, tolerance=ROUNDING,
         why="two copies' sums are added"),
 )  # fmt: skip
@@ -91,12 +93,10 @@ COMPILED = (
 )  # fmt: skip
 
 PAGE = Path(__file__).parents[1] / "docs" / "equivalence.md"
-SMALLER = (
-    "data.source=synthetic", "data.root=auto", "data.num_images=48", "data.workers=0", "batch.global=12",
-    "augment.first_size=auto", "schedule.warmup=1 steps", "train.max_steps=2", "train.precision=fp32",
-    "evaluate.every=2 steps", "evaluate.batch=12", "run.device=cpu", "run.deterministic=true", "track.uri=none",
-    "track.report=false",
-)  # fmt: skip
+SMALLER = ("data.source=synthetic", "data.root=auto", "data.num_images=48", "data.workers=0",
+           "batch.global=12", "augment.first_size=auto", "schedule.warmup=1 steps", "train.max_steps=2",
+           "train.precision=fp32", "evaluate.every=2 steps", "evaluate.batch=12", "run.device=cpu",
+           "run.deterministic=true", "track.uri=none", "track.report=false")  # fmt: skip
 RECIPES = {
     "cifar10": "augment.size=32",
     "cifar10-96": "augment.size=32",

@@ -38,7 +38,7 @@ NOT_RUN = {
 _SHELL = r"""
 set -e -o pipefail
 start() { began=$EPOCHREALTIME; printf '\n$ %s\n' "$1"; }
-# the exit codes of `timeout`: 124 or 137 (SIGKILL), with --preserve-status the command's own, here 75 (run me again)
+# exit codes of `timeout`: 124 or 137 (SIGKILL), with --preserve-status the command's: 75 (run me again)
 stopped() { [ "$1" = 75 ] || [ "$1" = 124 ] || [ "$1" = 137 ]; }
 finish() { printf '[%.1f s]\n' "$(echo "$EPOCHREALTIME $began" | awk '{print $1 - $2}')"; }
 serve() {

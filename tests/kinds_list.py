@@ -39,10 +39,8 @@ from pipeline.train.step import Step
 from pipeline.world import World
 
 CPU = torch.device("cpu")
-WORDS = (
-    "run.resume=never", "run.device=cpu", "batch.global=8", "augment.size=16", "train.ema=0.9", "track.uri=none",
-    "evaluate.batch=8", "data.workers=0",
-)  # fmt: skip
+WORDS = ("run.resume=never", "run.device=cpu", "batch.global=8", "augment.size=16", "train.ema=0.9",
+         "track.uri=none", "evaluate.batch=8", "data.workers=0")  # fmt: skip
 IMAGES = 96
 
 
@@ -150,8 +148,8 @@ def torch_functions() -> Iterator[Tensor]:
     for dtype in (torch.float32, torch.float64):
         x = torch.randn(20_001, generator=generator(0, "x"), dtype=dtype) * 4
         for name in (
-            "exp", "expm1", "sigmoid", "tanh", "erf", "sin", "cos", "square", "reciprocal", "softmax", "log_softmax",
-            "cumsum", "argsort",
+            "exp", "expm1", "sigmoid", "tanh", "erf", "sin", "cos", "square", "reciprocal", "softmax",
+            "log_softmax", "cumsum", "argsort",
         ):  # fmt: skip
             yield getattr(torch, name)(x, *[0] * (name in ("softmax", "log_softmax", "cumsum")))
         for name in (
@@ -177,8 +175,9 @@ def files() -> Iterator[bytes]:
     pixels = (np.stack([rows * 3, columns * 2, rows + columns], 2) + noise).astype(np.uint8)
     picture = Image.fromarray(pixels)
     for name, mode, options in (
-        ("JPEG", "RGB", {"quality": 90}), ("JPEG", "RGB", {"quality": 75, "progressive": True, "subsampling": 0}),
-        ("JPEG", "L", {}), ("JPEG", "CMYK", {}), ("PNG", "RGB", {}), ("PNG", "P", {}), ("TIFF", "RGB", {}),
+        ("JPEG", "RGB", {"quality": 90}),
+        ("JPEG", "RGB", {"quality": 75, "progressive": True, "subsampling": 0}), ("JPEG", "L", {}),
+        ("JPEG", "CMYK", {}), ("PNG", "RGB", {}), ("PNG", "P", {}), ("TIFF", "RGB", {}),
         ("WEBP", "RGB", {"quality": 80}), ("WEBP", "RGB", {"lossless": True}), ("GIF", "P", {}),
     ):  # fmt: skip
         file = io.BytesIO()

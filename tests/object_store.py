@@ -141,7 +141,8 @@ class Weed(S3Server):
             str(BIN / "weed"), f"-logdir={self.folder}", "mini", f"-dir={self.folder / 'data'}",
             "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.port={self.port}",
             *(f"-{name}={port}" for name, port in zip(ports, self.more_ports, strict=True)),
-            "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false", "-master.telemetry=false",
+            "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false",
+            "-master.telemetry=false",
             # each bucket takes a volume of its own; the default limit follows from the free disk
             "-volume.max=2000", "-master.volumeSizeLimitMB=64", "-s3.autoCreateBucket=false",
         ]  # fmt: skip
@@ -157,10 +158,9 @@ class Rclone(S3Server):
     """`rclone serve s3`: ignores If-None-Match and If-Match, answers a range with 200, not 206."""
 
     def command(self) -> list[str]:
-        return [
-            str(BIN / "rclone"), "serve", "s3", "--config", os.devnull, "--cache-dir", str(self.folder / "cache"),
-            "--addr", f"127.0.0.1:{self.port}", "--auth-key", f"{self.key},{self.secret}", str(self.folder / "data"),
-        ]  # fmt: skip
+        return [str(BIN / "rclone"), "serve", "s3", "--config", os.devnull,
+                "--cache-dir", str(self.folder / "cache"), "--addr", f"127.0.0.1:{self.port}",
+                "--auth-key", f"{self.key},{self.secret}", str(self.folder / "data")]  # fmt: skip
 
 
 @dataclass

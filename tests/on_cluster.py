@@ -340,11 +340,13 @@ CASES = {
         Case("rank-killed", "a rank of pod 1 killed", kill_rank),
         Case("evicted", "pod 1 evicted, as by a drain", remove_pod(1, by_eviction=True)),
         Case("evicted-node-0", "pod 0 evicted", remove_pod(0, by_eviction=True)),
-        Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting, parallelism=1),
+        Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting,
+             parallelism=1),
         Case("peer-lost-at-the-end", "pod 1 lost once the run is FINISHED", lose_peer_at_the_end, tries=3),
         Case("suspended", "the Job suspended and resumed, twice", suspend),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
-        Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"), "exact-one-process"),
+        Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"),
+             "exact-one-process"),
         Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow, (*_EXACT, "--nodes", "1:2"),
              "exact-one-process"),
         Case("dark-node-0", "the node of pod 0 frozen, later thawed", darken(0), after=sync),
@@ -491,7 +493,7 @@ def row(result: Result) -> str:
         f"{s:7.0f} s" if s is not None else f"{'–':>9}" for s in (result.continued_s, result.complete_s)
     ]
     cells = [result.weights[:15], result.mlflow, result.why]
-    return f"{result.case:<23} {result.result:<8} {' '.join(seconds)}  {'  '.join(cell for cell in cells if cell)}"
+    return f"{result.case:<23} {result.result:<8} {' '.join(seconds)}  {'  '.join(filter(None, cells))}"
 
 
 def dry_run(given: argparse.Namespace, cases: list[Case]) -> list[str]:

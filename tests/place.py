@@ -8,11 +8,10 @@ from typing import Any
 from harness import quick, read_rows
 from object_store import Bucket
 
-SMALL = (
-    "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2", "train.max_steps=1",
-    "schedule.warmup=0", "checkpoint.every=1 steps", "data.workers=0", "run.device=cpu", "run.threads=1",
-    "track.uri=none", "track.report=false", "data.source=folder", "data.root=images",
-)  # fmt: skip
+SMALL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2",
+         "train.max_steps=1", "schedule.warmup=0", "checkpoint.every=1 steps", "data.workers=0",
+         "run.device=cpu", "run.threads=1", "track.uri=none", "track.report=false", "data.source=folder",
+         "data.root=images")  # fmt: skip
 
 
 @dataclass

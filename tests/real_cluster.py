@@ -107,8 +107,8 @@ class Cluster:
 
     def start(self, documents: list[Document]) -> None:
         """Replace the Job by a new one, and wait until MLflow answers."""
-        self.kubectl("delete", "job", "trainer", "--ignore-not-found", "--cascade=foreground", "--timeout=180s",
-                     timeout=200)  # fmt: skip
+        self.kubectl("delete", "job", "trainer", "--ignore-not-found", "--cascade=foreground",
+                     "--timeout=180s", timeout=200)  # fmt: skip
         self.apply(documents)
         if not self.kubectl("get", "pod", HELPER, "--ignore-not-found", "--output", "name"):
             self.start_helper(documents)
@@ -203,15 +203,16 @@ def helper(documents: list[Document], avoid_node: str | None = None) -> Document
     """Return a pod that mounts the volume of the runs, with the image and rights of a trainer."""
     job = one(documents, "Job", "trainer")
     trainer = pod_of(job)["containers"][0]
-    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext", "tolerations",
-            "volumes")  # fmt: skip
+    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext",
+            "tolerations", "volumes")  # fmt: skip
     spec = {key: value for key, value in pod_of(job).items() if key in kept}
     spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] == "runs"]
     spec["terminationGracePeriodSeconds"] = 0
     spec["containers"] = [{
         "name": HELPER, "image": trainer["image"], "command": ["sleep", "infinity"],
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
-        "securityContext": trainer["securityContext"], "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
+        "securityContext": trainer["securityContext"],
+        "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
     }]  # fmt: skip
     trainers = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "trainer"}}}
     spread = [{"weight": 1, "podAffinityTerm": trainers}]

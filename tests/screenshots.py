@@ -33,8 +33,8 @@ COLUMNS, ROWS = 100, 40
 """Size of the terminal."""
 TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><style>
 body { margin: 0; background: #fff; }
-pre { display: inline-block; min-width: 100ch; margin: 0; vertical-align: top; padding: 18px; border-radius: 8px;
-  background: #1b222b; color: #e6eaf0; font: 14px/1.35 monospace; }
+pre { display: inline-block; min-width: 100ch; margin: 0; vertical-align: top; padding: 18px;
+  border-radius: 8px; background: #1b222b; color: #e6eaf0; font: 14px/1.35 monospace; }
 b { color: #fff; }
 </style><body><pre>%s</pre></body>"""
 

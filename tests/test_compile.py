@@ -30,8 +30,8 @@ def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, digits: Path) -> Non
 @needs_compiler
 @pytest.mark.full
 def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=5", "batch.global=480",
-             "train.epochs=2", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=5", "train.epochs=2",
+             "batch.global=480", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
     prelude = compile_with(
         "print('compiling', flush=True)", "time.sleep(7 * int(os.environ['RANK']))", "return graph"
     )

@@ -276,8 +276,8 @@ def test_a_container_has_minimal_privileges(project: Project) -> None:
 def test_the_image_has_the_prerequisites_of_torch_compile(project: Project) -> None:
     compiling = (
         "echo '#include <Python.h>' | gcc -shared -fPIC -x c"
-        " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - && echo"
-        " compiled"
+        " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - &&"
+        " echo compiled"
     )
     run = ("run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c", compiling)
     assert "compiled" in project.compose(*run)
@@ -395,10 +395,8 @@ def test_without_a_gpu_the_default_compose_file_reports_the_missing_driver(image
 @pytest.fixture(scope="module")
 def two_processes(images: None) -> str:
     """Train with two processes in one container; return the `done` line, as two nodes must."""
-    output = docker(
-        "run", "--rm", "--shm-size", "256m", "--read-only", "--tmpfs", "/tmp", "ddp-pipeline", "train", "digits",
-        "--nproc", "2", *REHEARSED,
-    )  # fmt: skip
+    output = docker("run", "--rm", "--shm-size", "256m", "--read-only", "--tmpfs", "/tmp", "ddp-pipeline",
+                    "train", "digits", "--nproc", "2", *REHEARSED)  # fmt: skip
     return next(line for line in output.splitlines() if line.startswith("done "))
 
 

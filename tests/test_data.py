@@ -98,8 +98,8 @@ def test_an_index_has_each_image_once_in_name_order_and_round_trips_through_its_
     (folder / "train/cat/notes.txt").write_text("no image")
     write_sums(folder)
     index = scan(folder, HoldOut())
-    assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg", b"train/dog/1.png",
-                                  b"train/dog/2.png"]  # fmt: skip
+    assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg",
+                                  b"train/dog/1.png", b"train/dog/2.png"]  # fmt: skip
     assert names(index.val) == [b"val/cat/1.png", b"val/dog/1.png"]
     assert (index.train.labels.tolist(), index.val.labels.tolist()) == ([0, 0, 0, 1, 1], [0, 1])
     assert index.classes == ("cat", "dog")
@@ -476,8 +476,10 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
      lambda root: [path.unlink() for path in (root / "train/cat").glob("*.png")],
      lambda root: (root.parent / "store").rename(root.with_name("away")),
      # can be opened, but reading at 0 fails
-     lambda root: [(root.parent / "store/2.png").unlink(), (root.parent / "store/2.png").symlink_to("/proc/self/mem")]],
-    ids=["root gone", "an empty folder, as of a volume that is not mounted", "where links lead is gone", "EIO"],
+     lambda root: [(root.parent / "store/2.png").unlink(),
+                   (root.parent / "store/2.png").symlink_to("/proc/self/mem")]],
+    ids=["root gone", "an empty folder, as of a volume that is not mounted",
+         "where links lead is gone", "EIO"],
 )  # fmt: skip
 def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callable[[Path], object]) -> None:
     store = fill(tmp_path / "store", "2.png")

@@ -65,8 +65,8 @@ def follow(job: Job, uri: str, log: Path) -> "subprocess.Popen[bytes]":
     """Start the sender beside a training, as rank 0 does."""
     with open(log, "wb") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "sync", str(job.folder), "--follow"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment(PIPELINE_TRACK_URI=uri),
+            [sys.executable, "-m", "pipeline", "sync", str(job.folder), "--follow"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=errors, env=environment(PIPELINE_TRACK_URI=uri),
         )  # fmt: skip
 
 
@@ -144,7 +144,8 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
     [(lambda asked, size: "403" if "logged-models/search" in asked else "", {"model"}, PARTS - {"model"}),
      (lambda asked, size: "404" if "runs/set-tag" in asked else "", {"description", "figures"},
       {"inputs", "files", "model"}),
-     (lambda asked, size: "reset" if size > 100_000 else "", {"files", "model"}, {"description", "inputs", "figures"})],
+     (lambda asked, size: "reset" if size > 100_000 else "", {"files", "model"},
+       {"description", "inputs", "figures"})],
     ids=["models", "tags", "large uploads"],
 )  # fmt: skip
 def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(

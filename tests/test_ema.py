@@ -50,8 +50,8 @@ def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits
 
 @pytest.mark.full
 def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0", "run.deterministic=false",
-             "train.ema=0.5", "checkpoint.every=1 steps"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0",
+             "run.deterministic=false", "train.ema=0.5", "checkpoint.every=1 steps"]  # fmt: skip
     runs = {
         name: Job(tmp_path / name, [*words, f"model.batchnorm={kind}"], nproc=nproc)
         for name, nproc, kind in (("single", 1, "local"), ("average", 2, "average"), ("local", 2, "local"))

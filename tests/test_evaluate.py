@@ -208,8 +208,8 @@ def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: P
 
 @pytest.mark.fault("J4")
 def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path) -> None:
-    words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "schedule.name=constant",
-             "schedule.warmup=0", "train.max_steps=1", "data.workers=0"]  # fmt: skip
+    words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "data.workers=0",
+             "schedule.name=constant", "schedule.warmup=0", "train.max_steps=1"]  # fmt: skip
     run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words])
     trained = run.run()
     for result in (trained, evaluate(run, 2)):
@@ -238,10 +238,9 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
     folder = tmp_path_factory.mktemp("plain_run")
     (folder / "checkpoints").mkdir()
     config = load("digits", ["data.source=folder", f"data.root={plain}", *SMALL, "data.workers=0"])
-    contents = {
-        "model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None, "config": config.to_yaml(),
-        "classes": [str(label) for label in range(10)], "step": 7, "epoch": 1, "data": scan(plain, HoldOut()).digest,
-    }  # fmt: skip
+    contents = {"model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None,
+                "config": config.to_yaml(), "classes": [str(label) for label in range(10)], "step": 7,
+                "epoch": 1, "data": scan(plain, HoldOut()).digest}  # fmt: skip
     save_checkpoint(folder, contents, 7)
     return folder
 

@@ -23,8 +23,8 @@ from pipeline.world import World
 def job(folder: Path, digits: Path, world: int, *more: str) -> Job:
     # The model and settings have batch norm, dropout, momentum and augmentation.
     words = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", "run.exact=true",
-             "run.deterministic=false", "train.max_steps=18", "evaluate.every=9 steps", "checkpoint.every=4 steps",
-             "data.workers=2", "train.ema=0.9"]  # fmt: skip
+             "run.deterministic=false", "train.max_steps=18", "evaluate.every=9 steps",
+             "checkpoint.every=4 steps", "data.workers=2", "train.ema=0.9"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=world)
 
 

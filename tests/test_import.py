@@ -35,8 +35,8 @@ def make_devkit(path: Path, counts: dict[str, int], patch: pytest.MonkeyPatch) -
 
     Its MD5 becomes that of the published one.
     """
-    kinds = [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children",
-                                         "wordnet_height", "num_train_images")]  # fmt: skip
+    kinds = [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children",
+                                         "children", "wordnet_height", "num_train_images")]  # fmt: skip
     rows = [(i + 1, wnid, "a, b", "text", 0, 0, 0, count) for i, (wnid, count) in enumerate(counts.items())]
     rows.append((9, "n00000009", "all", "text", len(rows), 1, 2, 0))
     meta = io.BytesIO()

@@ -212,14 +212,13 @@ def test_text_is_read_and_written_as_utf_8_in_any_locale() -> None:
 
 
 def test_modules_that_check_a_request_do_not_import_torch() -> None:
-    modules = (
-        "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness",
-        "addons.datasets.manifest",
-        "data.sources", "record.folder", "operate.request", "operate.launch", "addons.report.figures",
-        "addons.report.page", "addons.report.summary", "addons.report.commands", "addons.deploy.recovery", "__main__",
-        "addons.store.listener", "addons.store.remote", "addons.datasets.pack", "addons.datasets.synthetic",
-        "addons.datasets.place", "addons.models.inputs", "addons.mlflow.uri", "addons.mlflow.tracker",
-    )  # fmt: skip
+    modules = ("config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness",
+               "addons.datasets.manifest", "data.sources", "record.folder", "operate.request",
+               "operate.launch", "addons.report.figures", "addons.report.page", "addons.report.summary",
+               "addons.report.commands", "addons.deploy.recovery", "__main__", "addons.store.listener",
+               "addons.store.remote", "addons.datasets.pack", "addons.datasets.synthetic",
+               "addons.datasets.place", "addons.models.inputs", "addons.mlflow.uri",
+               "addons.mlflow.tracker")  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = (
         "import importlib, sys\n"

@@ -202,7 +202,8 @@ PACK = {"data.source": "pack", "model.arch": "resnet18"}
     ("given", "root", "mirror", "size"),
     [
         ({}, None, "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
-        ({**PACK, "data.root": "/data"}, "s3://my-data/imagenet/data", "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
+        ({**PACK, "data.root": "/data"}, "s3://my-data/imagenet/data",
+         "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
         ({**PACK, "data.root": "s3://other/pack", "data.cache": "/data/cache", "data.cache_gib": "200"},
          "s3://other/pack", "s3://my-data/imagenet$(RUN_DIR)", "220Gi"),
         ({"checkpoint.mirror": "s3://other/run"}, None, "s3://other/run", "1Gi"),

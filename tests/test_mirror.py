@@ -166,10 +166,8 @@ def test_a_second_start_names_the_holder_and_a_dead_holder_is_replaced(
     first.wait_for_step(random.Random(seed).randint(1, 20))
     refused = second.run()
     assert refused.code == 75
-    assert re.search(
-        r"checkpoint.mirror=s3://\S+ is held by process \d+ on \S+ since .*, which renews its lease: wait for it",
-        refused.error,
-    )
+    held = r"is held by process \d+ on \S+ since .*, which renews its lease: wait for it"
+    assert re.search(rf"checkpoint.mirror=s3://\S+ {held}", refused.error)
     assert not second.starts()
     first.clean()
     killed = time.monotonic()

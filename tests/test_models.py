@@ -34,10 +34,11 @@ FAMILIES = {
     "convnext_atto": {"drop_path_rate": 0.1}, "convnextv2_atto": {},
     "deit_tiny_distilled_patch16_224": {"img_size": 32}, "dla46_c": {}, "edgenext_xx_small": {},
     "efficientnet_lite0": {"drop_rate": 0.2}, "efficientvit_b0": {},
-    "eva02_tiny_patch14_224": {"img_size": 56}, "ghostnet_050": {}, "gmlp_ti16_224": {"img_size": 32}, "hgnetv2_b0": {},
-    "levit_128s": {"img_size": 64}, "mambaout_femto": {}, "mobilenetv3_small_050": {}, "mobilenetv4_conv_small": {},
-    "mobilevit_xxs": {"drop_path_rate": 0.1}, "pit_ti_224": {"img_size": 64}, "regnety_002": {}, "resnet10t": {},
-    "rexnet_100": {}, "starnet_s1": {}, "swin_tiny_patch4_window7_224": {"img_size": 32, "depths": [1, 1, 1, 1]},
+    "eva02_tiny_patch14_224": {"img_size": 56}, "ghostnet_050": {}, "gmlp_ti16_224": {"img_size": 32},
+    "hgnetv2_b0": {}, "levit_128s": {"img_size": 64}, "mambaout_femto": {}, "mobilenetv3_small_050": {},
+    "mobilenetv4_conv_small": {}, "mobilevit_xxs": {"drop_path_rate": 0.1}, "pit_ti_224": {"img_size": 64},
+    "regnety_002": {}, "resnet10t": {}, "rexnet_100": {}, "starnet_s1": {},
+    "swin_tiny_patch4_window7_224": {"img_size": 32, "depths": [1, 1, 1, 1]},
     "vit_tiny_patch16_224": {"img_size": 32, "drop_path_rate": 0.2, "proj_drop_rate": 0.1},
     "xcit_nano_12_p16_224": {},
 }  # fmt: skip
@@ -110,11 +111,10 @@ def planned(num_classes):
 
 LIMIT = 3
 """
-TRAINING = (
-    "data.source=synthetic", "data.num_classes=4", "data.num_images=240", "data.workers=0", "batch.global=12",
-    "run.device=cpu", "run.deterministic=true", "run.trace=true", "track.uri=none", "track.report=false",
-    "checkpoint.every=8 steps", "evaluate.every=20 steps", "train.max_steps=20", "augment.size=32", "optimizer.lr=0.01",
-)  # fmt: skip
+TRAINING = ("data.source=synthetic", "data.num_classes=4", "data.num_images=240", "data.workers=0",
+            "batch.global=12", "run.device=cpu", "run.deterministic=true", "run.trace=true", "track.uri=none",
+            "track.report=false", "checkpoint.every=8 steps", "evaluate.every=20 steps", "train.max_steps=20",
+            "augment.size=32", "optimizer.lr=0.01")  # fmt: skip
 
 
 def words(arch: str, args: dict[str, object]) -> list[str]:
@@ -229,10 +229,9 @@ def test_a_function_of_the_user_makes_the_model_and_no_file_does(
 
     ran = tmp_path / "ran"
     run, image = str(job.folder), str(next((digits / "val").rglob("*.png")))
-    commands = {
-        "evaluate": ["evaluate", run], "predict": ["predict", run, image], "verify": ["verify", run, "--steps", "16"],
-        "export": ["export", run, "--to", "safetensors"],
-    }  # fmt: skip
+    commands = {"evaluate": ["evaluate", run], "predict": ["predict", run, image],
+                "verify": ["verify", run, "--steps", "16"],
+                "export": ["export", run, "--to", "safetensors"]}  # fmt: skip
     for command in commands.values():
         refused = pipeline(*command, cwd=package, PYTHONPATH=str(package), RAN=str(ran))
         assert refused.code == 2, refused.err
@@ -272,7 +271,8 @@ def test_a_function_of_the_user_reaches_the_registry_and_predicts_from_there(
     assert (refused.code, "runs only with --trust mynet:net" in refused.error) == (2, True)
     tops = []
     for uri, command in (
-        (first, ("predict", str(job.folder), image, "--json", "--best")), (first, registered), (second, registered),
+        (first, ("predict", str(job.folder), image, "--json", "--best")), (first, registered),
+        (second, registered),
     ):  # fmt: skip
         allowed = pipeline(*command, "--trust", "mynet:net", cwd=package, MLFLOW_TRACKING_URI=uri)
         tops.append(json.loads(allowed.out)["predictions"][0]["top"])

@@ -94,8 +94,9 @@ def turned(tmp_path: Path) -> Path:
         upright = Image.fromarray(decode(data).permute(1, 2, 0).numpy())
         for split in ("train", "val"):
             for root, content, suffix in (
-                ("turned", data, FORMATS[kind].get("format", kind).lower()), ("plain", encoded(upright), "png")
-            ):  # fmt: skip
+                ("turned", data, FORMATS[kind].get("format", kind).lower()),
+                ("plain", encoded(upright), "png"),
+            ):
                 path = tmp_path / root / split / "ab"[number % 2] / f"{number:02}.{suffix}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
@@ -207,7 +208,8 @@ def colour_png(values: Any) -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [tiff((RAMP * 65535).astype(np.uint16)), encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "PNG"),
+    [tiff((RAMP * 65535).astype(np.uint16)),
+     encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "PNG"),
      tiff((RAMP * 4095).astype(np.uint16), highest=4095),
      tiff((RAMP * 1000 - 500).astype(np.float32), low=-500, high=500),
      tiff((RAMP * 100_000).astype(np.int32), low=0, high=100_000)],
@@ -222,14 +224,15 @@ def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("data", "named"),
     [(tiff(RAMP.astype(np.float32)), "32-bit float"), (tiff((RAMP * 255).astype(np.int32)), "32-bit integer"),
-     (tiff((RAMP * 4095).astype(np.uint16)), "12-bit"), (tiff((RAMP * 2).astype(np.float32), low=0, high=1), "outside"),
+     (tiff((RAMP * 4095).astype(np.uint16)), "12-bit"),
+     (tiff((RAMP * 2).astype(np.float32), low=0, high=1), "outside"),
      (tiff(np.full((4, 4), np.nan, np.float32), low=0, high=1), "outside"),
      (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), "12-bit"),
      (colour_png((RAMP * 4095).astype(np.uint16)), "12-bit"),
      (tiff((RAMP * 32767).astype(np.uint16), sign=2), "16-bit integer"),
      (b"Pf\n32 24\n-1.0\n" + RAMP.astype("<f4").tobytes(), "32-bit float")],
-    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG", "in colour",
-         "signed", "PFM"],
+    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG",
+         "in colour", "signed", "PFM"],
 )  # fmt: skip
 def test_an_unknown_range_is_a_named_defect(data: bytes, named: str) -> None:
     with pytest.raises(BadImageError, match=named):

@@ -59,10 +59,12 @@ def folder(tmp_path: Path) -> Path:
     rows = [
         {"time": 1_795_411_905_407, "event": "created", "run": "6c0d"},
         {"time": 1_795_411_905_415, "event": "started", "step": 0, "resumed": False, "tags": tags},
-        {"time": 1_795_411_907_000, "step": 5, "metrics": {"train/loss": 2.3, "train/top1": 0.1, "train/lr": 0.01}},
+        {"time": 1_795_411_907_000, "step": 5,
+         "metrics": {"train/loss": 2.3, "train/top1": 0.1, "train/lr": 0.01}},
         {"time": 1_795_411_908_000, "step": 14, "metrics": times},
         {"time": 1_795_411_909_000, "event": "evaluated", **evaluated},
-        {"time": 1_795_411_910_000, "event": "ended", "status": "FINISHED", "step": 28, "line": DONE, "best": None},
+        {"time": 1_795_411_910_000, "event": "ended", "status": "FINISHED", "step": 28,
+         "line": DONE, "best": None},
     ]  # fmt: skip
     run.journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(run.path)]) == 0

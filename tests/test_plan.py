@@ -193,7 +193,8 @@ def test_the_batches_that_workers_hold_ready_are_counted() -> None:
 def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
     bound = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl
-    code = "import os; from pipeline.supervision import *; print(len(os.sched_getaffinity(0)), this_world().cpus)"
+    shown = "len(os.sched_getaffinity(0)), this_world().cpus"
+    code = f"import os; from pipeline.supervision import *; print({shown})"
     done = subprocess.run([sys.executable, *launch, *bound, code], capture_output=True, text=True, check=True)
     assert done.stdout == f"1 {machine.available_cpus()}\n"
 
@@ -205,8 +206,8 @@ def test_a_cgroup_and_those_above_it_limit_the_cpus(tmp_path: Path, monkeypatch:
     (root / "pod/job").mkdir(parents=True)
     for above, own, cgroup, cpus in (
         ("max 100000", "150000 100000", "0::/pod/job", 1), ("1 1", "1000 1", "1:cpu:/job\n0::/pod/job", 1),
-        ("1000 1", "1000 1", "0::/pod/job", None), ("max 1", "1 1", "0::/pod", None), ("x", "1 1", "0::/", None),
-        ("1 2", "max 1", "0::/pod", 1),
+        ("1000 1", "1000 1", "0::/pod/job", None), ("max 1", "1 1", "0::/pod", None),
+        ("x", "1 1", "0::/", None), ("1 2", "max 1", "0::/pod", 1),
     ):  # fmt: skip
         (root / "pod/cpu.max").write_text(f"{above}\n")
         (root / "pod/job/cpu.max").write_text(f"{own}\n")
@@ -218,9 +219,11 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     words = ("data.workers=6", "batch.accumulate=2", "--world", "4", "--nodes", "2")
     result = quick("plan", "digits", *words, cwd=tmp_path)
     assert result.code == 0, result.err
-    for row in ("batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",
-                "workers        3 a process = ⌈6 a node / 2⌉",
-                "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, different ones each epoch)"):  # fmt: skip
+    for row in (
+        "batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",
+        "workers        3 a process = ⌈6 a node / 2⌉",
+        "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, different ones each epoch)",
+    ):
         assert f"  {row}" in result.out
     assert not list(tmp_path.iterdir())
 

@@ -12,8 +12,8 @@ from pipeline.record.checkpoint_files import read_verified
 
 @pytest.mark.full
 def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path: Path) -> None:
-    words = ["digits", *SMALL, "data.source=synthetic", "data.num_images=480", "data.workers=0", "train.precision=fp16",
-             "train.clip=1", "train.epochs=1", "run.watch=1 steps"]  # fmt: skip
+    words = ["digits", *SMALL, "data.source=synthetic", "data.num_images=480", "data.workers=0",
+             "train.precision=fp16", "train.clip=1", "train.epochs=1", "run.watch=1 steps"]  # fmt: skip
     uninterrupted = assert_resumes(tmp_path, words, 5)
     contents = decode(read_verified(uninterrupted.checkpoints()[-1]), uninterrupted.folder)
     assert 0 < contents["scaler"]["scale"] < 2.0**16, "an overflow has lowered the scale"

@@ -29,7 +29,8 @@ http {{
   uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
   ssl_certificate {folder}/server.pem; ssl_certificate_key {folder}/server.pem;
   map $http_authorization $answer {{
-    default 401; "Bearer {TOKEN}" 200; "Basic bWU6Q0FOQVJZ" 200; "Bearer {EXPIRED}" expired; "Bearer {READER}" 403;
+    default 401; "Bearer {TOKEN}" 200; "Basic bWU6Q0FOQVJZ" 200;
+    "Bearer {EXPIRED}" expired; "Bearer {READER}" 403;
   }}
   server {{
     listen 127.0.0.1:{port} ssl;
@@ -146,7 +147,8 @@ def test_a_run_whose_credentials_were_refused_is_sent_with_others(
 
 @pytest.mark.parametrize(
     ("variables", "cause"),
-    [({}, ""), ({"MLFLOW_TRACKING_TOKEN": WRONG}, "answers 401"), ({"MLFLOW_TRACKING_TOKEN": READER}, "answers 403"),
+    [({}, ""), ({"MLFLOW_TRACKING_TOKEN": WRONG}, "answers 401"),
+     ({"MLFLOW_TRACKING_TOKEN": READER}, "answers 403"),
      ({USER: "me", PASSWORD: CANARY, "MLFLOW_TRACKING_TOKEN": WRONG}, ""),
      ({CERT: ""}, "CERTIFICATE_VERIFY_FAILED"), ({CERT: "", "REQUESTS_CA_BUNDLE": "authority.pem"}, ""),
      ({"MLFLOW_TRACKING_URI": "mutual"}, "answers 400"),

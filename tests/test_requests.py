@@ -76,10 +76,10 @@ LONG = "x" * 300
     ("words", "code"),
     [("plan {long}.yaml", 2), ("train digits run.dir={long}/run", 2),
      ("plan digits data.source=folder data.root={long}", 2), ("data check {long}", 2),
-     ("data make digits {long}", 2), ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2),
-     ("data pack {long} out", 2), ("evaluate {long}/run", 2), ("predict {long} a.png", 2),
-     ("export {long} --to torch.export", 2), ("report {long}", 2), ("verify {long}", 2), ("sync {long}", 2),
-     ("k8s render --out {long}", 2)],
+     ("data make digits {long}", 2), ("data get imagenette {long}", 2),
+     ("data import imagenet {long} out", 2), ("data pack {long} out", 2), ("evaluate {long}/run", 2),
+     ("predict {long} a.png", 2), ("export {long} --to torch.export", 2), ("report {long}", 2),
+     ("verify {long}", 2), ("sync {long}", 2), ("k8s render --out {long}", 2)],
 )  # fmt: skip
 def test_an_unreadable_path_is_one_line_for_every_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, code: int

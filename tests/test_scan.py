@@ -27,10 +27,8 @@ IMAGES = [
     f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)
 ]
 HIDDEN_FILES = ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini")
-HIDDEN_FOLDERS = (
-    ".ipynb_checkpoints", "__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "#recycle",
-    ".Trash-1000",
-)  # fmt: skip
+HIDDEN_FOLDERS = (".ipynb_checkpoints", "__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN",
+                  "System Volume Information", "#recycle", ".Trash-1000")  # fmt: skip
 PLAN = ("digits", "data.source=folder", "batch.global=4", "run.device=cpu")
 
 
@@ -54,9 +52,10 @@ def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, class
     assert (index.digest, index.ignored) == (clean.digest, {"hidden or system": count})
     assert names(scan_validation(root, ("cat", "dog"), HoldOut(0.5))) == names(clean.val)
     for words in (
-        ["data", "check", str(root), "--val-split=0.5"], ["plan", *PLAN, f"data.root={root}", "data.val_split=0.5"],
+        ["data", "check", str(root), "--val-split=0.5"],
+        ["plan", *PLAN, f"data.root={root}", "data.val_split=0.5"],
         ["data", "pack", str(root), str(tmp_path / "pack"), "--val-split=0.5"],
-    ):  # fmt: skip
+    ):
         result = quick(*words)
         said = f"left out: {count} hidden or system" in result.out + result.err
         assert (result.code, said) == (0, True), result.err
@@ -111,7 +110,8 @@ def test_what_is_left_out_is_counted_by_extension(tmp_path: Path) -> None:
     for name in ("cat/1.HEIC", "dog/1.heic", "cat/1.avif", "dog/notes", "dog/1.jpg ", "1.jpg"):
         (root / "train" / name).touch()
     assert scan(root, HoldOut()).ignored == {
-        "extension .heic": 2, "extension .avif": 1, "without an extension": 2, "outside of the class folders": 1,
+        "extension .heic": 2, "extension .avif": 1, "without an extension": 2,
+        "outside of the class folders": 1,
     }  # fmt: skip
     for path in (root / "val/dog").glob("*.png"):
         path.rename(path.with_suffix(".heic"))

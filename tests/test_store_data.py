@@ -29,10 +29,8 @@ from pipeline.data.loader import read_patiently
 from pipeline.data.sources import Images, open_source
 from pipeline.errors import RequestError
 
-KINDS = {
-    "403": "denied", "500": "server_error", "503": "slow_down", "truncate": "truncated", "corrupt": "wrong_bytes",
-    "stall": "stalled",
-}  # fmt: skip
+KINDS = {"403": "denied", "500": "server_error", "503": "slow_down", "truncate": "truncated",
+         "corrupt": "wrong_bytes", "stall": "stalled"}  # fmt: skip
 """Fault of the proxy -> the kind of failure that it must be counted as."""
 FEW_FAULTS = {fault: 0.05 / len(KINDS) for fault in KINDS}
 READS = r"GET .*\.tar"
@@ -97,8 +95,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Job
 
 
 def job(folder: Path, root: str | Path, *more: str, nproc: int = 1) -> Job:
-    words = ["digits", "data.source=pack", f"data.root={root}", *SMALL, "data.workers=0", "train.max_steps=12",
-             "checkpoint.every=3 steps", "evaluate.every=1000 steps", "track.every=1 steps"]  # fmt: skip
+    words = ["digits", "data.source=pack", f"data.root={root}", *SMALL, "data.workers=0",
+             "train.max_steps=12", "checkpoint.every=3 steps", "evaluate.every=1000 steps",
+             "track.every=1 steps"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=nproc)
 
 

@@ -54,8 +54,8 @@ def test_every_global_batch_is_the_same_however_it_is_made(
 
 FEATURES = {
     "policy": "augment.policy=randaugment augment.erase=0.5 augment.mixup=0.2 augment.cutmix=1",
-    "views and sizes": "augment.repeats=3 augment.size=96 augment.first_size=32 augment.growth=[0.5 epoch,1 epoch]"
-    " augment.mixup=0.2",
+    "views and sizes": "augment.repeats=3 augment.size=96 augment.first_size=32"
+    " augment.growth=[0.5 epoch,1 epoch] augment.mixup=0.2",
     "shifts and flips": "augment.size=32 augment.pad=4 augment.alternate_flips=true augment.repeats=2",
     "uniform draws": "data.balance=uniform augment.repeats=2 augment.mixup=0.2",
     "draws by square roots": "data.balance=sqrt augment.repeats=2 augment.mixup=0.2",

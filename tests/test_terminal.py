@@ -63,10 +63,8 @@ NOT_READ = (
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    job = Job(
-        tmp_path_factory.mktemp("runs") / "undisturbed",
-        ["digits", f"data.root={digits}", *SMALL, "data.workers=1", "train.max_steps=4", "evaluate.every=2 steps"],
-    )  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=1", "train.max_steps=4"]
+    job = Job(tmp_path_factory.mktemp("runs") / "undisturbed", [*words, "evaluate.every=2 steps"])
     assert job.run().code == 0
     return job
 
@@ -110,8 +108,8 @@ def test_a_command_keeps_its_exit_code_if_its_result_cannot_be_written(
 
 
 def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_path: Path) -> None:
-    code = "from pipeline.cli.main import main; main(['recipes']); print(open('file', 'w').fileno() > 2, file=log)"
-    program = f"log = open('log', 'w'); {code}"
+    code = "from pipeline.cli.main import main; main(['recipes'])"
+    program = f"log = open('log', 'w'); {code}; print(open('file', 'w').fileno() > 2, file=log)"
     subprocess.run(
         ["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program], cwd=tmp_path, check=True
     )
@@ -122,7 +120,8 @@ def test_a_crash_is_recorded_before_it_is_printed_with_its_cause(tmp_path: Path,
     prelude = (
         "import sys, pipeline.train.session as session\n"
         "def fail(*_, **__):\n"
-        "    raise RuntimeError('CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`')\n"
+        "    raise RuntimeError('CUDA error: device-side assert triggered\\n"
+        "Compile with `TORCH_USE_CUDA_DSA`')\n"
         "session.train = fail\n"
     )
     run = Job(tmp_path / "run", undisturbed.arguments, 2, prelude=prelude)

@@ -48,8 +48,8 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 def epochs(folder: Path) -> list[dict[str, float]]:
     """Train a small model and return the time metrics of its epochs."""
-    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32", "batch.global=8",
-             "model.arch=shufflenet_v2_x0_5", "train.epochs=2", "track.uri=none", "track.every=1 step",
+    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "model.arch=shufflenet_v2_x0_5",
+             "augment.size=32", "batch.global=8", "train.epochs=2", "track.uri=none", "track.every=1 step",
              "track.report=false", "run.device=cpu", "evaluate.batch=8", f"run.dir={folder}"]  # fmt: skip
     config = load("digits", words)
     run_folder = RunFolder(folder)

@@ -270,10 +270,8 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
 def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
     tmp_path: Path, digits: Path, good: Server
 ) -> None:
-    run = job(
-        tmp_path / "killed", digits, good.uri, "track.required=true", "checkpoint.every=5 steps", "data.workers=2",
-        "train.max_steps=28", nproc=2,
-    )  # fmt: skip
+    run = job(tmp_path / "killed", digits, good.uri, "track.required=true", "checkpoint.every=5 steps",
+              "data.workers=2", "train.max_steps=28", nproc=2)  # fmt: skip
 
     def state() -> tuple[str, int]:
         found = good.run_of(run)
@@ -391,7 +389,7 @@ def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_recei
 import os
 from pipeline.train import loop
 save = loop.save
-loop.save = lambda trainer, **rest: os.kill(os.getpid(), 9) if trainer.state.step == 8 else save(trainer, **rest)
+loop.save = lambda trainer, **kw: os.kill(os.getpid(), 9) if trainer.state.step == 8 else save(trainer, **kw)
 """
     assert run.start().wait().code == -signal.SIGKILL
     run.wait_gone(10)

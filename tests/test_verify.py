@@ -180,7 +180,8 @@ TAMPERED: dict[str, tuple[Change, str]] = {
         "at step 8 the repetition makes an evaluation, and the receipt has none",
     ),
     "world": (in_start(world=2), "in the start at step 0 world is 2 in the receipt and 1 now"),
-    "kind of device": (in_start(device_type="tpu"), "in the start at step 0 device_type is tpu in the receipt"),
+    "kind of device": (in_start(device_type="tpu"),
+                       "in the start at step 0 device_type is tpu in the receipt"),
     "data": (lambda contents: contents.update(data="0" * 64), "the data is another"),
     "result line": (lambda contents: contents.update(done=None), "the result line done is None in the"),
 }  # fmt: skip

@@ -45,8 +45,8 @@ def main() -> int:
         return 2
     server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1",
-         "--backend-store-uri", f"sqlite:///{runs}/mlflow.db", "--artifacts-destination", f"{runs}/mlartifacts",
-         "--uvicorn-opts=--log-level=warning"],
+         "--backend-store-uri", f"sqlite:///{runs}/mlflow.db",
+         "--artifacts-destination", f"{runs}/mlartifacts", "--uvicorn-opts=--log-level=warning"],
         env={**os.environ, **ENVIRONMENT}, start_new_session=True,  # Ctrl-C would make it print a traceback
     )  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGHUP):

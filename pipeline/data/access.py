@@ -11,15 +11,12 @@ from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, TemporaryError
 
-_FILE_ERRORS = (
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENXIO,
-)  # fmt: skip
+_FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
+                errno.ENAMETOOLONG, errno.ENXIO)  # fmt: skip
 """Errors of a read that a single file can cause. Any other is the storage's: EIO, ESTALE, …"""
-_OUTAGE_ERRORS = (
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
-    errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO,
-    errno.ENODEV,
-)  # fmt: skip
+_OUTAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+                  errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET,
+                  errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO, errno.ENODEV)  # fmt: skip
 """Errors of a storage that is out of reach, in a read or a write."""
 PACK_FILE = "pack.json"
 """The file in the folder of a pack that lists its shards."""

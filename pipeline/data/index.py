@@ -247,7 +247,8 @@ class Index:
                 arrays.append(np.frombuffer(view, np.dtype(dtype), count, at))
                 at += arrays[-1].nbytes + (-arrays[-1].nbytes % 8)
             index = cls(
-                Split(*arrays[:6]), Split(*arrays[6:]), tuple(head["classes"]), head["sums"], dict(head["folders"]),
+                Split(*arrays[:6]), Split(*arrays[6:]), tuple(head["classes"]), head["sums"],
+                dict(head["folders"]),
                 # version 0.2, which wrote no such entries, split by file and turned no image
                 HoldOut(float(head["val_split"]), head.get("split_by", "file")), head.get("upright", False),
                 {reason: int(count) for reason, count in head.get("ignored", {}).items()},

@@ -4,10 +4,8 @@ import re
 import unicodedata
 from contextlib import suppress
 
-EXTENSIONS = (
-    b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".jfif", b".jpe", b".jif", b".jfi",
-    b".mpo", b".apng", b".dib", b".pnm", b".ppm", b".pgm", b".pbm",
-)  # fmt: skip
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".jfif", b".jpe",
+              b".jif", b".jfi", b".mpo", b".apng", b".dib", b".pnm", b".ppm", b".pgm", b".pbm")  # fmt: skip
 """Extensions of the formats that `data.images` decodes."""
 _SYSTEM_NAMES = {
     b"__macosx", b"icon\r", b"network trash folder", b"temporary items", b"lost+found", b"__pycache__",

@@ -39,8 +39,8 @@ class DivergenceWatch:
             found = _describe(list(tensors), sums, group.hosts)
             raise RunError(
                 f"the weights have diverged: at step {step} {found} ({since})",
-                "nothing was saved; the same command resumes from the previous checkpoint; if it happens again,"
-                " check that rank's device, memory and software",
+                "nothing was saved; the same command resumes from the previous checkpoint; if it happens"
+                " again, check that rank's device, memory and software",
             )
         self._equal_at = step
 

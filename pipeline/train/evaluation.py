@@ -67,8 +67,8 @@ class Evaluation:
         line += f", {self.images} of {self.total} images"
         if self.not_finite:
             line += (
-                f"; the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong,"
-                " and this model is never the best; lower optimizer.lr or set train.clip"
+                f"; the logits of {self.not_finite} of {self.images} images are not finite: they count as"
+                " wrong, and this model is never the best; lower optimizer.lr or set train.clip"
             )
         return line
 

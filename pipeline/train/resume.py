@@ -155,8 +155,8 @@ def resume(
     if contents["world"] != group.size:
         weights = "stay those" if config.run.exact else "will differ from those (without run.exact)"
         log(
-            f"resuming with {count_of(group.size, 'process', 'es')} instead of {contents['world']}: the samples and"
-            f" their order stay the same, and the weights {weights} of an unchanged run"
+            f"resuming with {count_of(group.size, 'process', 'es')} instead of {contents['world']}: the"
+            f" samples and their order stay the same, and the weights {weights} of an unchanged run"
         )
     state.load_dict(contents, is_main=group.is_main)
     steps = [step_of(path) for path in list_checkpoints(used.parent)] if used else []

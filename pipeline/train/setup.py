@@ -57,7 +57,8 @@ def check_same_request(config: Config, group: Group) -> None:
         stated = [f"{key}={value}" for key, value in requests[0].items() if request.get(key) != value]
         if stated:
             raise RequestError(
-                f"rank {rank} was started with another configuration than rank 0, which has {' '.join(stated)[:200]}",
+                f"rank {rank} was started with another configuration than rank 0, which has"
+                f" {' '.join(stated)[:200]}",
                 "give all processes the same keys",
             ).collective()
 

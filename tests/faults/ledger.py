@@ -156,9 +156,9 @@ def _report(results: list[dict[str, Any]]) -> str:
         "# Faults",
         _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
         _wrap(
-            "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures equal"
-            " those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until training made a"
-            " step again, or until all processes had ended."
+            "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures"
+            " equal those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until"
+            " training made a step again, or until all processes had ended."
         ),
         "\n".join(table),
         *(["Promise not kept:", "\n".join(failed)] if failed else []),

@@ -40,8 +40,8 @@ def test_a_permanent_network_cut_ends_both_sides(tmp_path: Path, digits: Path) -
     ("given", "edited", "says"),
     [("batch.global=48", "batch.global=47", "batch.global=47 does not divide by 2 processes"),
      pytest.param(
-         "model.arch=shufflenet_v2_x0_5", "model.arch=resnet999", "model.arch=resnet999 is not a classification model",
-         marks=pytest.mark.full,
+         "model.arch=shufflenet_v2_x0_5", "model.arch=resnet999",
+         "model.arch=resnet999 is not a classification model", marks=pytest.mark.full,
      )],
 )  # fmt: skip
 def test_a_wrong_recipe_fails_the_job_at_once(

@@ -102,8 +102,8 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
 @pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
 @pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_lost_pods_are_replaced_and_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, nodes: int, seed: int, full: bool, notes: Notes,
-    pytestconfig: pytest.Config,
+    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, nodes: int, seed: int, full: bool,
+    notes: Notes, pytestconfig: pytest.Config,
 ) -> None:  # fmt: skip
     kinds = list(Namespaces.kinds) if full else ["node 0"]
     if pytestconfig.getoption("--faults") == "ci":

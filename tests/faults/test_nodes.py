@@ -175,5 +175,6 @@ def _assert_ends_alone(pods: Pods, old: Pod) -> None:
 
 def _contents(folder: Path) -> dict[str, tuple[str, int]]:
     """Return the hash and the time of each file."""
-    return {str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+    return {str(path.relative_to(folder)):
+            (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
             for path in folder.rglob("*") if path.is_file()}  # fmt: skip

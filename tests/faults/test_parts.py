@@ -28,8 +28,9 @@ QUICK = [
 
 
 def job(folder: Path, digits: Path, parallel: str) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "train.max_steps=36", "data.workers=0",
-             f"evaluate.every={EVERY} steps", "evaluate.batch=8", "checkpoint.every=4 steps"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "train.max_steps=36",
+             "data.workers=0", f"evaluate.every={EVERY} steps", "evaluate.batch=8",
+             "checkpoint.every=4 steps"]  # fmt: skip
     return Job(folder, words, nproc=2)
 
 

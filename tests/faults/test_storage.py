@@ -25,8 +25,8 @@ from pipeline.record.folder import RunFolder
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=40", "data.workers=0",
-             "checkpoint.every=3 steps", "checkpoint.keep=2", "evaluate.every=1000 steps"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "data.workers=0", "checkpoint.keep=2",
+             "train.max_steps=40", "checkpoint.every=3 steps", "evaluate.every=1000 steps"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=nproc, env=env)
 
 

@@ -55,9 +55,9 @@ def _get(options: argparse.Namespace) -> str:
 def _add_import(actions: Commands) -> None:
     parser = add_command(
         actions, "import", _import, "unpack ImageNet's published archives into an image folder or a pack",
-        "Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds ILSVRC2012_img_train.tar,"
-        " ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Images are read directly from the archives. The"
-        " same command continues an interrupted import.",
+        "Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds"
+        " ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Images are read"
+        " directly from the archives. The same command continues an interrupted import.",
         "pipeline data import imagenet ARCHIVES data/imagenet",
     )  # fmt: skip
     add = parser.add_argument
@@ -77,10 +77,11 @@ def _import(options: argparse.Namespace) -> str:
 def _add_pack(actions: Commands) -> None:
     parser = add_command(
         actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
-        "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and takes"
-        " less decoding. The same command continues an interrupted pack. Train from it with"
-        " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder. With s3://bucket/prefix"
-        " as OUT, each worker keeps one tar file, of at most about 1 GiB, in TMPDIR until it is uploaded.",
+        "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and"
+        " takes less decoding. The same command continues an interrupted pack. Train from it with"
+        " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder. With"
+        " s3://bucket/prefix as OUT, each worker keeps one tar file, of at most about 1 GiB, in TMPDIR until"
+        " it is uploaded.",
         "pipeline data pack photos packed --level max-side=500,q=90",
         "pipeline data pack photos s3://my-data/photos",
     )  # fmt: skip
@@ -88,8 +89,8 @@ def _add_pack(actions: Commands) -> None:
     parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix")
     parser.add_argument(
         "--level", default="lossless", metavar="LEVEL",
-        help="lossless: JPEGs with restart markers, pixels unchanged; max-side=500,q=90: re-encoded, lossy; raw=256:"
-        " uncompressed pixels, the shorter side scaled to 256 (default lossless)",
+        help="lossless: JPEGs with restart markers, pixels unchanged; max-side=500,q=90: re-encoded, lossy;"
+        " raw=256: uncompressed pixels, the shorter side scaled to 256 (default lossless)",
     )  # fmt: skip
     _add_workers(parser)
     _add_val_split(parser)
@@ -104,9 +105,9 @@ def _pack(options: argparse.Namespace) -> str:
 def _add_check(actions: Commands) -> None:
     parser = add_command(
         actions, "check", _check, "check every file of an image folder or a pack, and name each defect",
-        "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names each"
-        " defect; exit 4 if there is one. Also says what was left out, and warns of equal images, dark images and"
-        " classes without a validation image.",
+        "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names"
+        " each defect; exit 4 if there is one. Also says what was left out, and warns of equal images, dark"
+        " images and classes without a validation image.",
         "pipeline data check photos --write-sums",
     )  # fmt: skip
     add = parser.add_argument

@@ -267,7 +267,7 @@ def _write_index_and_summary(
         "source_bytes": _num_bytes(source), "bytes": _num_bytes(index),
         "unchanged": sum(metadata["unchanged"] for metadata in made),
         "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
-        "shards": [{key: metadata[key] for key in ("name", "images", "bytes", "sha256")} for metadata in made],
+        "shards": [{key: shard[key] for key in ("name", "images", "bytes", "sha256")} for shard in made],
     }  # fmt: skip
     target.write(SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
@@ -277,8 +277,8 @@ def _describe(out: Path | Store) -> str:
     summary = reading.read_summary(out)
     for name, reason in summary["bad"]:
         print(f"bad image {name}: {reason}", file=sys.stderr)
-    count, bad = sum(summary["images"].values()), len(summary["bad"])
-    size = f"{summary['bytes']:,} bytes, {summary['bytes'] / max(1, summary['source_bytes']):.1%} of the source's"
+    count, bad, packed = sum(summary["images"].values()), len(summary["bad"]), summary["bytes"]
+    size = f"{packed:,} bytes, {packed / max(1, summary['source_bytes']):.1%} of the source's"
     difference = f"pixels differ by {summary['difference']:.2f} of 255"  # 0 if it is lossless
     return (
         f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {difference}; {bad} bad"

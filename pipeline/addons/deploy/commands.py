@@ -30,9 +30,9 @@ def add_commands(commands: Commands) -> None:
     _add_render(actions)
     add_command(
         actions, "recover", _recover, "in a cluster: let the Job replace the pods of a node that is lost",
-        "Mark each trainer pod of this namespace as Failed whose grace period ended 15 s ago and whose node has not"
-        " reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the pod of"
-        " 60-recovery.yaml.",
+        "Mark each trainer pod of this namespace as Failed whose grace period ended 15 s ago and whose node"
+        " has not reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in"
+        " the pod of 60-recovery.yaml.",
         "pipeline k8s recover",
     )  # fmt: skip
 
@@ -40,9 +40,9 @@ def add_commands(commands: Commands) -> None:
 def _add_rehearse(commands: Commands) -> None:
     parser = add_command(
         commands, "rehearse", _rehearse, "run a multi-node job on this machine, with one container per node",
-        "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the Kubernetes"
-        " job. The containers see the folder --data as /data. A node that fails is replaced. Everything is removed"
-        " at the end.",
+        "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the"
+        " Kubernetes job. The containers see the folder --data as /data. A node that fails is replaced."
+        " Everything is removed at the end.",
         "pipeline rehearse digits --nodes 2 --kill 1@40",
         "pipeline rehearse digits run.exact=true --nodes 1:3 --cut 2@40:60",
     )  # fmt: skip
@@ -82,23 +82,24 @@ def _rehearse(options: argparse.Namespace) -> str | int:
         faults.append(Fault(int(node), int(step), *map(float, seconds)))
     low, high = options.nodes
     return rehearse(RehearsalOptions(
-        recipe=options.recipe, overrides=options.overrides, num_nodes=high, min_nodes=low, nproc=options.nproc,
-        gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=options.env, faults=faults,
+        recipe=options.recipe, overrides=options.overrides, num_nodes=high, min_nodes=low,
+        nproc=options.nproc, gpus=options.gpus, image=options.image, data=options.data, runs=options.runs,
+        env=options.env, faults=faults,
     ))  # fmt: skip
 
 
 def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
-        "Print the manifests, or write them to --out. Without options they are those of k8s/. With --sync or --example,"
-        " print only that manifest.",
+        "Print the manifests, or write them to --out. Without options they are those of k8s/. With --sync or"
+        " --example, print only that manifest.",
         "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out job",
         argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
     )  # fmt: skip
     add_recipe(parser, "name or path (default digits)", nargs="?")
     add_flags(parser)
     other = parser.add_mutually_exclusive_group()
-    help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
+    help = "print only a Job that sends the run in /runs/RUN to MLflow, if it ended while MLflow was away"
     other.add_argument("--sync", type=_run, metavar="RUN", help=help)
     help = f"print only an example, with the given images and namespace: {', '.join(EXAMPLES)}"
     other.add_argument("--example", choices=EXAMPLES, metavar="NAME", help=help)
@@ -121,8 +122,8 @@ def _render(options: argparse.Namespace) -> str:
     if out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, out)
-    place = out / next(iter(manifests)) if len(manifests) == 1 else out
-    return f"wrote {count_of(len(manifests), 'manifest')} to {out}: run kubectl apply -f {shlex.quote(str(place))}"
+    place = str(out / next(iter(manifests)) if len(manifests) == 1 else out)
+    return f"wrote {count_of(len(manifests), 'manifest')} to {out}: run kubectl apply -f {shlex.quote(place)}"
 
 
 def _recover(_: argparse.Namespace) -> NoReturn:

@@ -77,7 +77,8 @@ class Membership:
         """Return what the nodes that wait lack, for their logs."""
         present = alive(nodes, now)
         if not self.round.is_over:
-            return f"{len(present)} nodes are here; {len(self.round.members)} of them train, the most that are allowed"
+            members = len(self.round.members)
+            return f"{len(present)} nodes are here; {members} of them train, the most that are allowed"
         if len(present) < self._allowed[0]:
             return _missing([node.host for node in present.values()], self._allowed[0])
         return "the other nodes to stop their ranks"

@@ -254,9 +254,8 @@ class Rendezvous(OpenRendezvous):
         if link.is_lost:
             if not self._has_logged_loss:
                 self._has_logged_loss = True
-                _log(
-                    f"{self._endpoint[0]} does not answer ({link.error or 'silent'}): stopping the ranks of this node"
-                )
+                reason = link.error or "silent"
+                _log(f"{self._endpoint[0]} does not answer ({reason}): stopping the ranks of this node")
             return 1
         answer = link.answer
         return int(answer["over"] or answer["number"] > link.state.round)

@@ -10,8 +10,8 @@ from pipeline.cli.arguments import Commands, add_command, add_trust
 def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands, "sync", _sync, "send to MLflow the part of a run's journal that it does not have yet",
-        "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be reached."
-        " MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
+        "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be"
+        " reached. MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
         "pipeline sync runs/digits",
     )  # fmt: skip
     add = parser.add_argument

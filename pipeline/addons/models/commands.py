@@ -9,11 +9,12 @@ from pipeline.cli.arguments import Commands, add_command, add_overrides, add_tru
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(
-        commands, "predict", _predict, "classify images: the five most likely classes and their probabilities",
+        commands, "predict", _predict, "classify images: the five likeliest classes and their probabilities",
         "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
-        " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db). Images that"
-        " cannot be decoded are named and skipped.",
-        "pipeline predict runs/digits --best photo.png", "pipeline predict models:/digits@best photos/ --json",
+        " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db)."
+        " Images that cannot be decoded are named and skipped.",
+        "pipeline predict runs/digits --best photo.png",
+        "pipeline predict models:/digits@best photos/ --json",
     )  # fmt: skip
     add = parser.add_argument
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
@@ -23,9 +24,9 @@ def add_commands(commands: Commands) -> None:
     add("--json", action="store_true", help="print JSON")
 
     parser = add_command(
-        commands, "export", _export, "write the trained model in another format and check it on validation images",
+        commands, "export", _export, "write the model in another format and check it on validation images",
         "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
-        " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors holds only the weights.",
+        " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors has only the weights.",
         "pipeline export runs/digits --best --to onnx",
     )  # fmt: skip
     add = parser.add_argument

@@ -75,8 +75,8 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
                 )
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    limit = f"no probability differs by more than {difference:.1e}"
-    return f"{path}: the model of step {contents['step']}; on {description}, in one batch and one by one, {limit}"
+    limit = f"in one batch and one by one, no probability differs by more than {difference:.1e}"
+    return f"{path}: the model of step {contents['step']}; on {description}, {limit}"
 
 
 def _comparison_images(
@@ -113,8 +113,8 @@ def _write_onnx(served: ExportedModel, pixels: Tensor, path: Path, *_: Any) -> P
     import onnxruntime
 
     program = torch.onnx.export(
-        served, (pixels[:2],), dynamo=True, verbose=False, input_names=["pixels"], output_names=["probabilities"],
-        dynamic_shapes=({0: torch.export.Dim("images")},),
+        served, (pixels[:2],), dynamo=True, verbose=False, input_names=["pixels"],
+        output_names=["probabilities"], dynamic_shapes=({0: torch.export.Dim("images")},),
     )  # fmt: skip
     assert program is not None
     program.save(path)

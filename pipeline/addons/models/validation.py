@@ -94,8 +94,9 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
     held_out = _known_hold_out(index, contents) if index.is_split_by_hash else None
     if held_out and held_out != index.hold_out:
         raise RequestError(
-            f"the pack {place} has the images of the training with another split ({index.hold_out.describe()}), so"
-            " its validation images are ones that the model was trained on",
+            f"the pack {place} has the images of the training with another split"
+            f" ({index.hold_out.describe()}), so its validation images are ones that the model"
+            " was trained on",
             f"give the folder that was packed, or pack it with --val-split {held_out.share:g}",
         )
     if not len(index.val):

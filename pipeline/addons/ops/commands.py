@@ -12,8 +12,8 @@ from pipeline.guards.signals import handle
 def add_commands(commands: Commands) -> None:
     doctor = add_command(
         commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
-        "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one"
-        " line per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
+        "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints"
+        " one line per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
         "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2",
     )  # fmt: skip
     add_recipe(doctor, "name or path (default digits)", nargs="?", default="digits")
@@ -26,9 +26,9 @@ def add_commands(commands: Commands) -> None:
     verify = add_command(
         commands, "verify", _verify, "repeat a run from its receipt and compare the weights",
         "Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
-        " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and tensor"
-        " that differ. With --against it trains nothing and compares two receipts: exit 1 if nothing explains a"
-        " difference.",
+        " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and"
+        " tensor that differ. With --against it trains nothing and compares two receipts: exit 1 if nothing"
+        " explains a difference.",
         "pipeline verify runs/digits --steps 50", "pipeline verify runs/digits --steps 84-112",
         "pipeline verify runs/digits --against docs/receipts",
     )  # fmt: skip

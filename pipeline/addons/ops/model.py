@@ -157,5 +157,6 @@ def _check_weights_have_gradients(options: Model, plan: Plan, model: nn.Module) 
         raise RequestError(
             f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with"
             " several processes parallel=ddp needs a gradient of each weight",
-            "remove the unused layers, set requires_grad=False on their weights, or train with run.exact=true",
+            "remove the unused layers, set requires_grad=False on their weights, or"
+            " train with run.exact=true",
         )

@@ -17,8 +17,8 @@ def add_commands(commands: Commands) -> None:
         commands, "report", lambda options: report(options.run_dir),
         "draw a run's learning curves, confusions and mistakes",
         "Draw the learning curves, confusions and mistakes of a run into its folder report/, and write"
-        " report/index.html, a web page of the run in one file. Works during the run, after it, and on another"
-        " machine.",
+        " report/index.html, a web page of the run in one file. Works during the run, after it, and on"
+        " another machine.",
         "pipeline report runs/digits",
     )  # fmt: skip
     parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")

@@ -21,8 +21,8 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
     finite = [row for row in receipt["evaluations"] if not row.get("not_finite")]
     return {
         "recipe": config["recipe"],
-        "what": f"{config['model']['arch']} on {plan['train_images']:,} images of {plan['num_classes']:,} classes:"
-        f" {plan['last_step']:,} steps of {plan['global_batch']:,} images on"
+        "what": f"{config['model']['arch']} on {plan['train_images']:,} images of {plan['num_classes']:,}"
+        f" classes: {plan['last_step']:,} steps of {plan['global_batch']:,} images on"
         f" {count_of(plan['world'], 'process', 'es')}, {config['train']['precision']}",
         "status": _STATUS.get(last.get("status", ""), "running or killed"),
         "line": last.get("line", ""),

@@ -25,8 +25,8 @@ def divide_into_stages(config: Config, world: int, micro_batch: int) -> tuple[in
         return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
     if images % parts or (config.stages.schedule == "1f1b" and parts < count):
         raise RequestError(
-            f"stages.micro_batches={parts} does not divide the {images} images of a copy's pass, or is less than"
-            f" stages.count={count}, and 1f1b needs one per stage",
+            f"stages.micro_batches={parts} does not divide the {images} images of a copy's pass, or is less"
+            f" than stages.count={count}, and 1f1b needs one per stage",
             f"the nearest that work are {near_divisors(images, parts)}; or use stages.schedule=gpipe",
         )
     return count, parts

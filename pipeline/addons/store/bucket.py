@@ -245,7 +245,7 @@ def _connect(place: str) -> Any:
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
-        signature_version="s3v4",  # for a presigned URL boto3's default is version 2, which most stores refuse
+        signature_version="s3v4",  # boto3's default for presigned URLs is version 2, which most stores refuse
     )  # fmt: skip
     try:
         session = boto3.session.Session()
@@ -316,7 +316,8 @@ def _error_of(place: str, error: BaseException) -> Exception:
         problem = f"{place}: the store redirects to another address ({status}), which is not followed"
         return RequestError(problem, "set AWS_ENDPOINT_URL and AWS_REGION to those of the store")
     if status in (403, 405, 501) or code in _REQUEST_ERRORS:
-        remedy = "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights, and AWS_ENDPOINT_URL"
+        remedy = "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights,"
+        remedy += " and AWS_ENDPOINT_URL"
         return RequestError(f"{place} is refused by the store ({status} {code}: {message})", remedy)
     return _outage(place, f"{status} {code} {message}")
 

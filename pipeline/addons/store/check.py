@@ -59,7 +59,7 @@ def check_mirror(store: Store) -> str:
             store.write(name, b"second", if_match=etag)
         start = time.perf_counter()
         data = store.read(name)
-        seconds = time.perf_counter() - start
+        took_ms = 1000 * (time.perf_counter() - start)
         if data != b"second":
             raise RequestError(f"{store} refuses a write with If-Match and the object's own etag", _REMEDY)
         store.delete(name)
@@ -67,7 +67,7 @@ def check_mirror(store: Store) -> str:
         with contextlib.suppress(RunError):
             store.delete(name)
         raise
-    return f"{store} can be written, honours conditional writes, and returns an object in {1000 * seconds:.1f} ms"
+    return f"{store} can be written, honours conditional writes, and returns an object in {took_ms:.1f} ms"
 
 
 def _is_written(store: Store, name: str, **condition: Any) -> bool:

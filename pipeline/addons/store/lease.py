@@ -142,8 +142,8 @@ class Lease:
             except (ConflictError, MissingError):
                 found, contents = self._read()
                 if found is None or contents.process != self._contents.process:
-                    holder = contents.holder if found else "nobody: the lease was deleted"
-                    line = f"{self._place} was taken over by {holder}: this process writes nothing more and exits"
+                    by = contents.holder if found else "nobody: the lease was deleted"
+                    line = f"{self._place} was taken over by {by}: this process writes nothing more and exits"
                     print(f"pipeline: {line}", file=sys.stderr, flush=True)
                     os._exit(TemporaryError.code)
                 self._etag = found.etag

@@ -155,10 +155,9 @@ class Mirror:
             except Exception as error:  # whatever it is, training goes on without the mirror
                 self.error = error
                 if is_asked and not is_last:  # once a save, not at each attempt
-                    self.failures.append(_reason(error))
-                    self._log(
-                        f"{self._store} was not updated: {_reason(error)}; training continues, it is tried again"
-                    )
+                    why = _reason(error)
+                    self.failures.append(why)
+                    self._log(f"{self._store} was not updated: {why}; training continues, it is tried again")
 
     def _upload(self) -> None:
         with ExitStack() as stack:

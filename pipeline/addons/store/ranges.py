@@ -35,9 +35,8 @@ from pipeline.addons.store.bucket import Store
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.errors import RunError, one_line
 
-READ_FAILURES = (
-    "denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled", "unreachable", "ignored",
-)  # fmt: skip
+READ_FAILURES = ("denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled",
+                 "unreachable", "ignored")  # fmt: skip
 """The kinds of failed attempts to read an image, each of which is made again."""
 MAX_READS = 256
 """Reads in flight, waiting for another attempt, or ready and not taken."""

@@ -187,7 +187,8 @@ def check_ranges(store: Store, index: Index) -> None:
         images.read(int(np.argmax(index.train.sizes > 0)))
     except RangesIgnoredError as error:
         raise RequestError(
-            f"data.root={store}: the store answers a read of a part of an object with {error.status}, not 206",
+            f"data.root={store}: the store answers a read of a part of an object with"
+            f" {error.status}, not 206",
             "use a store that honours ranges, check AWS_ENDPOINT_URL, or copy the pack to a disk",
         ) from None
     except UnreadableError:
