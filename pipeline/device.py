@@ -20,8 +20,11 @@ def choose_device(config: Config, world: World) -> torch.device:
     Raises RequestError if a GPU is requested or present and torch cannot use it, TemporaryError if
     it is full or fails.
     """
-    wanted, is_usable = config.run.device, torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not has_gpu() and not is_usable):
+    wanted = config.run.device
+    if wanted == "cpu":
+        return torch.device("cpu")  # without a look at the driver
+    is_usable = torch.cuda.is_available()
+    if wanted == "auto" and not has_gpu() and not is_usable:
         return torch.device("cpu")
     if not has_gpu() and not is_usable:
         raise no_gpu_error()

@@ -24,6 +24,7 @@ from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.interface import Images, Options, OutageError, UnreadableError
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
+from pipeline.data.transfer import pin as pin_batch
 from pipeline.data.transfer import pinned
 from pipeline.data.workers import Allocate, WorkersDiedError, allocate, worker_batches
 from pipeline.errors import StorageError
@@ -41,23 +42,28 @@ class LoaderError(StorageError):
     """A loader that gave up. Only its own process knows: the ranks cannot agree to stop."""
 
 
-def read_patiently(images: Images, sample: int, give_up: float) -> bytes | NDArray[np.uint8]:
-    """Return what `images.read` returns. Retries while the storage fails, until `give_up`.
+@dataclass
+class Patience:
+    """Reads the images of a batch, and retries while the storage fails: for so long in all."""
 
-    give_up: as `time.monotonic`. Raises OutageError then.
-    """
-    pause = _FIRST_PAUSE_S
-    while True:
-        try:
-            return images.read(sample)
-        except OutageError as outage:
-            seconds_left = give_up - time.monotonic()
-            if seconds_left < pause:
-                raise
-            if pause == _FIRST_PAUSE_S:
-                log(f"{outage.problem}: waiting for it, {seconds_left:.3g} s at most")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    images: Images
+    seconds_left: float
+
+    def read(self, sample: int) -> bytes | NDArray[np.uint8]:
+        """Return what `images.read` returns. Raises OutageError when the time is used up."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            start = time.monotonic()
+            try:
+                return self.images.read(sample)
+            except OutageError as outage:
+                if self.seconds_left < pause:
+                    raise
+                if pause == _FIRST_PAUSE_S:
+                    log(f"{outage.problem}: waiting for it, {self.seconds_left:.3g} s at most")
+            time.sleep(pause)
+            self.seconds_left -= time.monotonic() - start
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 @dataclass
@@ -79,10 +85,10 @@ class _Batches:
         labels = torch.zeros(len(keys), dtype=torch.int64)
         defects: list[Defect] = []
         outage = None
-        give_up = time.monotonic() + _RETRY_FRACTION * self.config.run.timeout
+        patience = Patience(self.images, _RETRY_FRACTION * self.config.run.timeout)
         try:
             for row, key in enumerate(keys):
-                labels[row] = self._load(key, pixels[row], defects, give_up)
+                labels[row] = self._load(key, pixels[row], defects, patience)
         except OutageError as error:
             # not raised here: the ranks agree on it after the pass, and leave together
             outage = error
@@ -95,7 +101,7 @@ class _Batches:
     @abstractmethod
     def _size_at(self, position: int) -> int: ...
     @abstractmethod
-    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], give_up: float) -> int:
+    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], patience: Patience) -> int:
         """Write the pixels of a sample to `out`, or add its defect. Return its label."""
 
 
@@ -128,12 +134,12 @@ class TrainBatches(_Batches):
     def _size_at(self, position: int) -> int:
         return self.plan.image_size_at(position // self.plan.accumulate)
 
-    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], give_up: float) -> int:
+    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], patience: Patience) -> int:
         """Also tries its replacements. The label is that of the image used."""
         used = key.sample
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                data = read_patiently(self.images, used, give_up)
+                data = patience.read(used)
                 picture = Picture.open(data, upright=self.images.upright)
                 # with the key of the bad sample: a replacement is cropped as that would have been
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
@@ -159,9 +165,9 @@ class EvalBatches(_Batches):
     def _size_at(self, position: int) -> int:
         return evaluation_geometry(self.config.evaluate, self.config.augment)[0]
 
-    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], give_up: float) -> int:
+    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], patience: Patience) -> int:
         try:
-            data = read_patiently(self.images, key.sample, give_up)
+            data = patience.read(key.sample)
             pixels = decode(data, upright=self.images.upright)
             out.copy_(center_crop(pixels, *evaluation_geometry(self.config.evaluate, self.config.augment)))
             return self.images.label(key.sample)
@@ -182,8 +188,9 @@ def batches(
     workers, and they die with the thread that forked them.
     """
     if not plan.workers:
-        made = (maker[position] for position in positions)
-        yield from pinned(made) if pin else made
+        for position in positions:
+            batch = maker[position]  # in this thread: augmenting seeds torch's default generator
+            yield pin_batch(batch) if pin else batch
         return
     done, failures = 0, 0
     while done < len(positions):

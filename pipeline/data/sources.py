@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.schema import Config
-from pipeline.data.access import PACK_FILE, is_bucket, open_regular, read_error
+from pipeline.data.access import PACK_FILE, is_bucket, open_regular, raise_if_outage, read_error
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, SplitImages
 from pipeline.data.interface import Images, UnreadableError
@@ -82,6 +82,8 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         source: Source = part("synthetic")(config)
         return source
     root = data_root(config)
+    if "://" in str(config.data.root) and not is_bucket(config.data.root):
+        raise RequestError(f"data.root={config.data.root} is not a folder", "copy the data to this machine")
     if config.data.source == "pack":
         index = open_pack(config)
     else:
@@ -135,11 +137,24 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
 def ensure_digits(config: Config) -> None:
     """Make the digits, unless they are there."""
     if _lacks_digits(config):
-        part("digits")(data_root(config))
+        try:
+            part("digits")(data_root(config))
+        except RequestError:
+            if _lacks_digits(config):  # else another process made them at the same time
+                raise
 
 
 def _lacks_digits(config: Config) -> bool:
-    return config.data.source == "digits" and not os.path.exists(data_root(config))
+    """Return True if the digits are to be made. Raises OutageError if their storage fails."""
+    if config.data.source != "digits":
+        return False
+    root = data_root(config)
+    try:
+        root.stat()
+    except OSError as error:
+        raise_if_outage(root, error)
+        return True  # if it cannot be looked up, making them says why
+    return False
 
 
 def _cache(config: Config) -> Path | None:

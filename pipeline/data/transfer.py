@@ -15,17 +15,22 @@ from pipeline.data.batch import Batch
 _MOVED = ("images", "labels", "mix")
 
 
-def pinned(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches in pinned memory, from which a GPU reads by itself.
+def pin(batch: Batch) -> Batch:
+    """Return the batch in pinned memory, from which a GPU reads by itself."""
+    return batch._replace(**{name: getattr(batch, name).pin_memory() for name in _MOVED})
 
-    A thread copies them, one ahead. What `batches` raises there is raised here.
+
+def pinned(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches of workers in pinned memory. A thread copies them, one ahead.
+
+    What `batches` raises there is raised here.
     """
     device, source = torch.cuda.current_device(), iter(batches)
 
     def copy_next() -> Batch | None:
         torch.cuda.set_device(device)  # else the thread makes a context on the first GPU
         batch = next(source, None)
-        return batch and batch._replace(**{name: getattr(batch, name).pin_memory() for name in _MOVED})
+        return batch and pin(batch)
 
     thread = ThreadPoolExecutor(1, "pinned")
     try:

@@ -35,10 +35,11 @@ Allocate = Callable[[int, int], Tensor]
 
 MakeBatch = Callable[[int, Sequence[int], Allocate], Batch]
 """(position, positions that this process makes next, allocate) -> the batch."""
+_START_TIMEOUT_S = 15  # of a worker: a fork and a few lines of Python
 
 
 class WorkersDiedError(Exception):
-    """A worker died. It is no fault of a batch, so another may make it."""
+    """A worker died or did not start. It is no fault of a batch, so another may make it."""
 
 
 @contextmanager
@@ -48,7 +49,9 @@ def worker_batches(
     """Start `count` processes, and return an iterator of the batches of `positions`, in order.
 
     They end with the block, at once, also those that wait for a slow disk. Raises OSError if they
-    cannot start; the iterator WorkersDiedError, or RuntimeError with the traceback of a worker.
+    cannot start; WorkersDiedError, as the iterator does, if one hangs at its start: forked from a
+    process with threads, it may wait for ever for a lock that one of them held (Python before
+    3.11.10, cpython#112275). The iterator raises RuntimeError with the traceback of a worker, too.
     """
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -63,6 +66,9 @@ def worker_batches(
             processes.append(process)
             pipes.append(pipe)
             theirs.close()  # else its end would go unnoticed
+        for pipe in pipes:
+            if not pipe.poll(_START_TIMEOUT_S):
+                raise WorkersDiedError(f"a worker did not start in {_START_TIMEOUT_S} s")
         # each worker has a pipe of its own, so a slow batch of one does not mix up the order
         yield (_receive(pipes[i % count]) for i in range(len(positions)))
     finally:
@@ -76,7 +82,7 @@ def _receive(pipe: Connection) -> Batch:
     """Return the next batch of a worker, and let it make one more."""
     try:
         # a pickle, but from our own fork; the pixels follow as a descriptor, and are not copied
-        fields, shape = pipe.recv()
+        fields, shape = pipe.recv() or pipe.recv()  # None: it has started
         if isinstance(fields, str):
             raise RuntimeError(f"in a loader worker: {fields}")
         file = recv_handle(pipe)
@@ -101,6 +107,7 @@ def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connec
     # OpenMP's threads did not survive the fork: a parallel loop would wait for them
     torch.set_num_threads(1)
     with suppress(EOFError, OSError):  # the process that trains has closed the pipe
+        pipe.send(None)
         for i, position in enumerate(positions):
             # the first batches unasked, then one for each that was taken: so memory has a bound
             if i >= prefetch:
@@ -111,9 +118,11 @@ def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connec
 
 def _send(pipe: Connection, make: MakeBatch, position: int, following: Sequence[int]) -> None:
     """Make a batch and send it, or the traceback of what was raised. Raises OSError."""
-    file = os.memfd_create("batch")
+    file = -1
 
     def allocate(count: int, size: int) -> Tensor:
+        nonlocal file
+        file = os.memfd_create("batch")
         try:
             os.posix_fallocate(file, 0, count * size * size * 3)  # else a full memory would be a bus error
         except OSError as error:

@@ -40,6 +40,8 @@ def build(options: Model, num_classes: int) -> nn.Module:
     except RequestError:
         raise
     except Exception as error:
+        if not args and not is_function(arch):
+            raise  # no fault of the request: memory, for example
         given = f" with model.args={args}" if args else ""
         problem = f"{type(error).__name__}: {one_line(error)}"
         raise RequestError(
@@ -66,5 +68,5 @@ def meta_model(options: Model, num_classes: int) -> nn.Module:
     try:
         with torch.device("meta"):
             return build(options, num_classes)
-    except RequestError:  # RegNet computes its widths with tensors
+    except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
         return build(options, num_classes).to("meta")

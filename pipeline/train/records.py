@@ -241,7 +241,7 @@ def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]
     rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
     if mirror:
         rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"
-    flag = " --best" if best and best.step != end.step else ""
+    flag = " --best" if best and file and best.step != end.step else ""
     rows["use it"] = f"pipeline predict {shlex.quote(str(folder.path))}{flag} IMAGE ..."
     return rows
 
