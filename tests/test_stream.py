@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from pipeline.config.load import load
 from pipeline.config.sections import Augment
-from pipeline.data import loader
+from pipeline.data import loader, workers
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.batch import Batch
 from pipeline.data.images import Picture
@@ -245,6 +245,16 @@ def failing(positions: Sequence[int], count: int = 1) -> Generator[Batch]:
     batch = next(loaded)
     assert (batch.ids.tolist(), batch.labels.tolist()) == ([0], [1])
     return loaded
+
+
+def test_a_worker_that_hangs_in_its_fork_is_replaced(
+    digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "_START_TIMEOUT_S", 3)
+    hangs = [True]
+    os.register_at_fork(after_in_child=lambda: hangs and time.sleep(1000), after_in_parent=hangs.clear)
+    assert stream(digits, STEPS, "data.workers=2")[0] == reference
+    assert not hangs, "there was a fork"
 
 
 def test_workers_that_keep_dying_at_one_batch_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
