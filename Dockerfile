@@ -81,6 +81,7 @@ ENTRYPOINT ["python3", "/opt/forward.py", "8333", "8334", \
 
 FROM python AS trainer
 # Triton compiles its kernel launchers with gcc at run time, for torch.compile.
+# numactl is for torchrun's --numa-binding, see docs/gpus.md.
 # `pipeline data pack` recodes JPEGs with jpegtran of libjpeg-turbo-progs.
 # tini is process 1: the kernel drops a SIGTERM to a process 1 that has no handler yet, as torchrun for its first seconds
 # hadolint ignore=DL3008

@@ -23,7 +23,8 @@ from rounds import Turn, TurnError, workers_cpu_seconds
 from pipeline.addons.store.bucket import Store
 from pipeline.errors import one_line
 
-EpsImagePlugin.gs_binary = False  # Pillow would start Ghostscript for a file that says it is EPS
+# in all scripts that import this: Pillow would start Ghostscript for a file that says it is EPS
+EpsImagePlugin.gs_binary = False
 _EPOCH_BATCHES = 100  # more than a turn has: the start of an epoch is not part of the comparison
 
 

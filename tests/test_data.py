@@ -334,6 +334,12 @@ def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
     ]
 
 
+def test_sums_of_a_read_only_folder_are_refused_before_the_check(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    result = quick("data", "check", str(small_disk), "--write-sums")
+    assert (result.code, f"{small_disk} is read-only" in result.error) == (2, True)
+
+
 def test_sums_name_no_file_that_is_not_an_image_of_the_folder(folder: Path) -> None:
     """Only their names are reported: whether a sum matches would tell what other files hold."""
     assert quick("data", "check", str(folder), "--write-sums").code == 0

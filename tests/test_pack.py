@@ -1,5 +1,6 @@
 """A pack has the samples of its folder in the same order; a lossless pack has the same pixels."""
 
+import errno
 import hashlib
 import io
 import json
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from streams import stream
 
 from pipeline.addons.datasets import jpeg_restarts, pack
 from pipeline.addons.datasets.manifest import scan
+from pipeline.addons.datasets.pack_target import open_target
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
@@ -30,7 +33,7 @@ from pipeline.data.holdout import HoldOut
 from pipeline.data.images import Picture, decode
 from pipeline.data.interface import UnreadableError
 from pipeline.data.sources import open_source
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, StorageError
 
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
 LOSSLESS = pack.Level.parse("lossless")
@@ -153,6 +156,8 @@ def test_a_file_is_stored_as_it_is_if_jpegtran_refuses_it_or_other_pixels_come_o
         (tmp_path / "jpegtran").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "jpegtran").chmod(0o700)
         assert encode(data, LOSSLESS) == (data, True, 0.0)
+        with pytest.raises(RequestError, match="is not the jpegtran of libjpeg-turbo"):
+            jpeg_restarts.check_jpegtran()
 
 
 def test_without_jpegtran_the_command_says_what_to_install(
@@ -256,6 +261,24 @@ def test_a_folder_with_other_contents_is_left_unchanged(
     assert (file_digests(out), os.listdir(tmp_path / "mine")) == (before, ["notes"])
 
 
+def test_a_start_that_waits_for_a_lock_which_is_removed_locks_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+
+    def next_start() -> bool:
+        with open_target(tmp_path).hold():
+            return path.exists()
+
+    with ThreadPoolExecutor(1) as thread:
+        with open_target(tmp_path).hold():
+            task = thread.submit(next_start)
+            while [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()].count(str(path)) < 2:
+                time.sleep(0.01)
+        assert task.result()
+    with pytest.raises(StorageError), open_target(tmp_path).hold():
+        raise OSError(errno.ENOSPC, "full")
+    assert path.exists(), "workers that still run hold it"
+
+
 def test_an_invalid_level_is_refused() -> None:
     for level in ("", "max-side=500", "max-side=0,q=90", "max-side=500,q=101", "raw=4"):
         with pytest.raises(RequestError, match=f"^level {level} ?is not allowed: lossless, max-side="):
@@ -278,6 +301,9 @@ def test_a_damaged_pack_is_refused(folder: Path, packs: dict[str, Path], tmp_pat
     words = ("data", "pack", str(folder), str(root))
     again = quick(*words)
     assert (again.code, f"{root} was packed before" in again.err) == (0, True)
+    if file.endswith(".tar"):
+        (root / file).write_bytes(bytes((root / file).stat().st_size))
+        assert quick(*words).code == 4, "the same size, other bytes"
     reasons = r"the pack .* is damaged: |holds no complete pack|not a regular file"
     for damage in ("other", "gone", "a pipe"):
         (root / file).unlink(missing_ok=True)

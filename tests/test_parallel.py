@@ -110,6 +110,17 @@ def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(
         assert run.run_in_forks().done["step"] == str(step)
 
 
+def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
+    config = load("digits", ["parallel=fsdp", "fsdp.shard=node"])
+    for local_size, hosts in ((1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])):
+        world = World(size=4, local_size=local_size)
+        group = Group(world, torch.device("cpu"))
+        group.hosts = hosts
+        plan = make_plan(config, world, DataSize(960, 96, 10))
+        with pytest.raises(RequestError, match=rf"^fsdp.shard=node needs .* not ranks on {', '.join(hosts)}"):
+            FSDPStrategy(config, plan, build(config.model, 10), group)
+
+
 def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
     config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=2)
     row = memory_row(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))

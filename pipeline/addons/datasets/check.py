@@ -204,6 +204,9 @@ def check(root: Path, val_split: float, *, write_sums: bool, as_json: bool = Fal
 
 
 def _check_images(root: Path, hold_out: HoldOut, *, write_sums: bool) -> Findings:
+    if write_sums and not os.access(root, os.W_OK | os.X_OK):
+        problem = f"{root} is read-only: --write-sums needs to write {checksums.SUMS} there"
+        raise RequestError(problem, "make it writable, or leave --write-sums out")
     index = scan(root, hold_out)
     # a file fixed in place changes no folder's time: training would use an older cached index
     save_index(index, root / CACHE)

@@ -9,12 +9,14 @@ decoder resets its state at a restart marker, so the segments between markers ca
 joined again. Reading the entropy-coded bits is 70 % of a decode.
 """
 
+import io
 import re
 import shutil
 import struct
 import subprocess
 
 import numpy as np
+from PIL import Image
 
 from pipeline.data import jpeg
 from pipeline.errors import RequestError, StorageError
@@ -85,9 +87,16 @@ def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
 
 
 def check_jpegtran() -> None:
-    """Raise RequestError that says what to install unless there is a jpegtran."""
-    if not shutil.which("jpegtran"):
+    """Raise RequestError that says what to install unless there is a jpegtran that can be used.
+
+    mozjpeg has a program of this name that writes progressive JPEGs.
+    """
+    program, sample = shutil.which("jpegtran"), io.BytesIO()
+    if not program:
         raise RequestError("JPEGs are packed by the program jpegtran, which is not installed", _INSTALL)
+    Image.new("RGB", (96, 48)).save(sample, "JPEG")
+    if not with_restarts(sample.getvalue()):
+        raise RequestError(f"{program} is not the jpegtran of libjpeg-turbo, which packs JPEGs", _INSTALL)
 
 
 def _run_jpegtran(data: bytes, interval: int) -> bytes:

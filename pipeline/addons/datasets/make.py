@@ -17,7 +17,7 @@ from pipeline.addons.store.bucket import Store
 from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import SplitImages
-from pipeline.data.interface import Images
+from pipeline.data.interface import Images, UnreadableError
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
@@ -72,7 +72,12 @@ def _unpack(out: Path, images: Images, i: int) -> None:
     path = out / os.fsdecode(images.split.name(i))
     if not path.exists() or path.stat().st_size != images.split.sizes[i]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, bytes(images.read(i)), durable=False)
+        try:
+            data = bytes(images.read(i))
+        except UnreadableError as error:
+            problem = f"{images.name(i)} cannot be unpacked: {error}"
+            raise RequestError(problem, "download the archive again") from None
+        atomic_write(path, data, durable=False)
 
 
 def get(kind: str, root: Path) -> str:

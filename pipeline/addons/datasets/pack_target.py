@@ -2,20 +2,22 @@
 
 Promise: in both, a file of the pack has its name only once it is complete. A folder has a lock: one
 process packs into it. A bucket has none, because it would outlive a killed process: one start at a
-time is to pack into a prefix.
+time is to pack into a prefix. Different requests cannot share a prefix: the first to write its
+request there keeps it.
 """
 
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import BufferedRandom
 from pathlib import Path
 
 from pipeline.addons.datasets.pack import REQUEST
-from pipeline.addons.store.bucket import MissingError, Store
+from pipeline.addons.store.bucket import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.files import atomic_write, lock, replacing, temporary_sibling
+from pipeline.record.lock import has_name
 
 _LOCK = ".lock"
 _LOCK_TIMEOUT_S = 5
@@ -41,6 +43,8 @@ class Folder:
     def write(self, name: str, data: bytes) -> None:
         atomic_write(self._path / name, data)
 
+    write_first = write  # this process holds the lock
+
     @contextmanager
     def create(self, name: str) -> Iterator[BufferedRandom]:
         """Yield a new file on a local disk. It gets its name if the block succeeds."""
@@ -61,16 +65,23 @@ class Folder:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Keep other processes out if the place has a lock. Raise errors of the disk as ours."""
+        path = self._path / _LOCK
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            with open(self._path / _LOCK, "w", encoding="utf-8") as file:
-                # the workers of a killed command hold its lock for another instant
-                if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
-                    raise TemporaryError(f"{self._path} is being packed by another process: wait for it")
+            with ExitStack() as stack:
+                while True:
+                    file = stack.enter_context(open(path, "w", encoding="utf-8"))
+                    # the workers of a killed command hold its lock for another instant
+                    if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
+                        raise TemporaryError(f"{self._path} is being packed by another process: wait for it")
+                    if has_name(file.fileno(), path):  # else its last holder has removed it meanwhile
+                        break
                 try:
                     yield
-                finally:
-                    (self._path / _LOCK).unlink()
+                except RequestError:  # after another error, workers may still write and hold the lock
+                    path.unlink()
+                    raise
+                path.unlink()
         except (FileExistsError, NotADirectoryError):
             raise RequestError(f"{self._path} is not a folder: name one, or a new one") from None
         except OSError as error:
@@ -93,6 +104,11 @@ class Bucket:
 
     def write(self, name: str, data: bytes) -> None:
         self._store.write(name, data)
+
+    def write_first(self, name: str, data: bytes) -> None:
+        """Write a file unless another start has."""
+        with suppress(ConflictError):
+            self._store.write(name, data, if_absent=True)
 
     @contextmanager
     def create(self, name: str) -> Iterator[BufferedRandom]:

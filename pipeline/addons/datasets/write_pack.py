@@ -110,7 +110,10 @@ def pack_source(source: Source, out: Path | Store, level: Level, workers: int | 
     with target.hold():
         if _claim(target, out, request):
             reading.open_index(out)
-            print(f"{out} was packed before: 'pipeline data check' verifies its images", file=sys.stderr)
+            print(f"{out} was packed before: checking its shards", file=sys.stderr, flush=True)
+            changed = reading.changed_shards(out, reading.read_summary(out)) if isinstance(out, Path) else ()
+            for name, defect in changed:
+                raise StorageError(f"the pack {out} is damaged: {name} {defect}", reading.REPACK)
         else:
             shards = list(_shards(source.index))
             _make_shards((source, level, out), target, shards, workers or available_cpus())
@@ -124,20 +127,23 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> bool:
 
     Raises RequestError if `out` holds anything but this pack.
     """
-    summary = target.read(SUMMARY)
-    data = target.read(REQUEST) or summary
-    if data is None:
-        if not target.is_empty():
+    is_empty = target.is_empty()  # first, because another start may write here from now on
+    # in this order, because a start that ends writes the summary, then removes the request
+    names = REQUEST, SUMMARY
+    while not (files := {name: data for name in names if (data := target.read(name)) is not None}):
+        if not is_empty:
             raise RequestError(f"{out} is not empty and holds no pack: name another folder")
-        target.write(REQUEST, json.dumps(request).encode())
-        return False
-    found: dict[str, Any] = {}
-    with suppress(ValueError, TypeError):  # it is damaged
-        found = dict(parse_json(data))
-    if {key: found.get(key) for key in request} != request:
-        held = f"another source, level or format ({found.get('level')}, format {found.get('format')})"
-        raise RequestError(f"{out} holds a pack of {held}: remove it, or name another folder")
-    return summary is not None
+        target.write_first(REQUEST, json.dumps(request).encode())
+    for data in files.values():
+        found: dict[str, Any] = {}
+        with suppress(ValueError, TypeError):  # it is damaged
+            found = dict(parse_json(data))
+        if {key: found.get(key) for key in request} != request:
+            if len(files) == 2:  # another pack was completed before our request was written
+                target.clean()
+            held = f"another source, level or format ({found.get('level')}, format {found.get('format')})"
+            raise RequestError(f"{out} holds a pack of {held}: remove it, or name another folder")
+    return SUMMARY in files
 
 
 def _num_bytes(index: Index) -> int:

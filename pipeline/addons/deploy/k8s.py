@@ -175,6 +175,8 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--shm {shm} is more than half of --memory {memory}", "raise --memory")
     if request.gpus and request.nproc != 1:
         raise RequestError(f"--nproc {request.nproc} is for pods without GPUs", "add --cpu")
+    if request.rdma and not request.gpus:
+        raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs", "leave --cpu out")
     if device == ("cpu" if request.gpus else "cuda"):
         pods = f"ask for {request.gpus} GPUs" if request.gpus else "with --cpu have no GPU"
         raise RequestError(f"run.device={device}, but the pods {pods}", "leave it out, or change --cpu")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -112,16 +113,27 @@ def check_can_shard(model: nn.Module) -> None:
 def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
     """Return the mesh of processes: with several copies of the weights a row for each copy.
 
-    Raises RequestError in all processes if machines have different numbers of processes.
+    Raises RequestError in all processes if fsdp.shard=node, and the processes of a row are not
+    those of one machine.
     """
     if config.fsdp.shard == "all":
         return init_device_mesh(group.device.type, (group.size,))
-    slices = fsdp_slices(config, plan)
-    if len(set(group.all_gather(slices))) > 1 or group.size % slices:
-        problem = "fsdp.shard=node needs machines with the same number of processes each"
-        raise RequestError(problem, "start with torchrun, or use fsdp.shard=all").collective()
-    shape = (group.size // slices, slices)
-    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    slices, hosts = fsdp_slices(config, plan), group.hosts
+    rows = [hosts[first : first + slices] for first in range(0, group.size, slices)]
+    is_even = len(set(group.all_gather(slices))) == 1 and group.size % slices == 0
+    is_unset = slices == 1 and len(set(hosts)) < len(hosts)  # LOCAL_WORLD_SIZE
+    if not is_even or is_unset or any(len(set(row)) > 1 for row in rows):
+        raise RequestError(
+            "fsdp.shard=node needs machines with the same number of processes each, consecutive ranks and"
+            f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}",
+            "start with torchrun, or use fsdp.shard=all",
+        ).collective()
+    ranks = torch.arange(group.size).view(-1, slices)
+    # not init_device_mesh: its subgroups would have torch's timeout
+    subgroups: list[Any] = [
+        dist.new_subgroups_by_enumeration(part.tolist(), group.device_timeout)[0] for part in (ranks.T, ranks)
+    ]
+    return DeviceMesh.from_group(subgroups, group.device.type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(full: Any, like: Tensor) -> Any:
