@@ -145,12 +145,13 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
 def _check_weights_have_gradients(options: Model, plan: Plan, model: nn.Module) -> None:
     """Raise RequestError if a trained weight of `model` takes no part in a training pass.
 
-    DDP waits for every gradient, and reports itself if there is none at all.
+    DDP waits for every gradient.
     """
-    used, logits = _try_pass(options, plan.num_classes, plan.bn_batch, plan.first_size, is_training=True)
-    if not logits.requires_grad:
+    try:
+        used, logits = _try_pass(options, plan.num_classes, plan.bn_batch, plan.first_size, is_training=True)
+        logits.sum().backward()
+    except Exception:  # no gradient at all, or one that needs values: DDP reports what is missing
         return
-    logits.sum().backward()
     missing = {name for name, param in used.named_parameters() if param.grad is None}
     unused = [name for name, param in model.named_parameters() if param.requires_grad and name in missing]
     if unused:
