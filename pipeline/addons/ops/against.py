@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.addons.models.inputs import check_run_folder
-from pipeline.addons.ops.compare import Run, changed_facts
+from pipeline.addons.ops.compare import CAUSES, Run, changed_facts
 from pipeline.config.load import training_keys
 from pipeline.errors import RequestError, list_first, printable_line
 
@@ -91,6 +91,6 @@ def _causes(run: Run, other: Run) -> Iterator[str]:
     free |= {"device"} if is_portable else set()
     if run.receipt["data"] != other.receipt["data"]:
         yield "the data is another"
-    yield from changed_facts(run, other, free)
+    yield from changed_facts(run, other, [name for name in CAUSES if name not in free])
     if not (config.is_deterministic or is_portable):
         yield "run.deterministic is false"

@@ -33,7 +33,7 @@ _DESCRIBES_MACHINE = {
 """Fields of a plan that depend on the machine, texts, and last_step, which is compared apart."""
 _FROM_START = ("world", "threads", "epochs", "device_type")
 # what explains other weights: first what certainly changes them
-_CAUSES = (
+CAUSES = (
     "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda",
     "cudnn", "nccl", "driver", "python", "world", "portable", "threads", "device_type", "device",
 )  # fmt: skip
@@ -98,7 +98,8 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     ]
     if differences:
         differences += [] if tensor else _first_tensor(_checksums(rows, new))
-        causes = ", ".join(changed_facts(new, old, without={"world"}))
+        names = ["commit", "version", "image", *(name for name in CAUSES if name != "world")]
+        causes = ", ".join(changed_facts(new, old, names))
         cause = f"probable cause: {causes}" if causes else "no change of software, threads or device is known"
         return f"differs: {'; '.join([*differences, cause])}"
     left_out = [str(step) for step in old.rows if start < step <= last and step not in new.rows]
@@ -112,11 +113,11 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     return f"identical{but}: {result}"
 
 
-def changed_facts(here: Run, there: Run, without: set[str]) -> Iterator[str]:
-    """Yield the causes of other weights, but those in `without`, that two runs differ in."""
-    for name in _CAUSES:
+def changed_facts(here: Run, there: Run, names: list[str]) -> Iterator[str]:
+    """Yield those of the named facts of the starts that two runs differ in, as phrases."""
+    for name in names:
         now, then = (" or ".join(run.facts(name)) for run in (here, there))
-        if now != then and name not in without:
+        if now != then:
             yield f"{name} is {now} here and {then} there"
 
 
