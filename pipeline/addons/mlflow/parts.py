@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun, file_sizes, find_run
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
-from pipeline.addons.ops.receipt import make_receipt, receipt_text
+from pipeline.addons.ops.receipt import Receipt, make_receipt
 from pipeline.addons.report.evaluations import saved_evaluations, step_of_evaluation
 from pipeline.addons.report.figures import EVALUATION_FIGURES, draw_evaluation
 from pipeline.addons.report.page import FILE_NAME, render_page
@@ -123,7 +123,7 @@ def send_files(run: MlflowRun) -> None:
     for path in sorted(run.folder.report.glob("*.png")):
         run.client.log_artifact(run.run_id, str(path), run.folder.report.name)
     # made here: rank 0 may not have written these files yet, or may never do so
-    run.client.log_text(run.run_id, receipt_text(run.folder), run.folder.receipt.name)
+    run.client.log_text(run.run_id, Receipt(run.folder).text(), run.folder.receipt.name)
     if run.folder.report.exists():
         run.client.log_text(run.run_id, render_page(run.folder), f"{run.folder.report.name}/{FILE_NAME}")
 

@@ -36,55 +36,75 @@ def rank(row: dict[str, Any]) -> tuple[float, float, int]:
     return float(row["top1"]), -(math.inf if loss is None else float(loss)), -int(row["step"])
 
 
-def make_receipt(folder: RunFolder) -> dict[str, Any]:
-    """Return the receipt of a run. Raises OSError, ValueError and RunError for damaged files."""
-    run, data, done = "", None, None
-    starts: list[dict[str, Any]] = []
-    evaluations: dict[int, dict[str, Any]] = {}
-    losses: dict[int, float] = {}  # of a step that was trained again, the last
-    for row, _ in read(folder.journal):
+class Receipt:
+    """The receipt of one run. It keeps what it has read, and reads only new rows of the journal."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._offset, self._run = 0, ""
+        self._data: str | None = None
+        self._starts: list[dict[str, Any]] = []
+        self._evaluations: dict[int, dict[str, Any]] = {}
+        self._losses: dict[int, float] = {}  # of a step that was trained again, the last
+        self._done: str | None = None
+
+    def contents(self) -> dict[str, Any]:
+        """Return the receipt now. Raises OSError, ValueError and RunError for damaged files."""
+        for row, after in read(self._folder.journal, self._offset):
+            self._add(row)
+            self._offset = after
+        config = from_yaml(self._folder.config.read_text(encoding="utf-8"), str(self._folder.config))
+        return {
+            "format": FORMAT,
+            "run": self._run,
+            "config": config.model_dump(mode="json", by_alias=True),
+            "plan": parse_json(self._folder.plan.read_text(encoding="utf-8")),
+            "data": self._data,
+            "starts": self._starts,
+            "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)],
+            "done": self._done,
+        }
+
+    def text(self) -> str:
+        """Return the text of an up-to-date receipt.json."""
+        return json.dumps(self.contents(), indent=1) + "\n"
+
+    def _add(self, row: dict[str, Any]) -> None:
         if (loss := row.get("metrics", {}).get("train/loss")) is not None:
-            losses[row["step"]] = loss
+            self._losses[row["step"]] = loss
         match row.get("event"):
             case "created":
-                run = row["run"]
-            case "started":  # what a run that was killed had done after this step is removed
-                at, done = row["step"], None
-                evaluations = {step: found for step, found in evaluations.items() if step <= at}
-                facts = {_NAMES.get(name, name): value for name, value in row["tags"].items()}
-                data = facts.pop("data", None)
-                facts = {name: value for name, value in facts.items() if not name.startswith("mlflow.")}
-                starts = [*(start for start in starts if start["step"] < at), {"step": at, **facts}]
+                self._run = row["run"]
+            case "started":
+                self._add_start(row["step"], row["tags"])
             case "evaluated":
                 result = {name: value for name, value in row.items() if name not in ("time", "event")}
-                if before := [step for step in losses if step <= row["step"]]:
-                    result["train_loss"] = losses[max(before)]
-                evaluations[row["step"]] = result
+                if before := [step for step in self._losses if step <= row["step"]]:
+                    result["train_loss"] = self._losses[max(before)]
+                self._evaluations[row["step"]] = result
             case "ended" if row.get("status") == "FINISHED":
-                done = row["line"]
-    config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
-    return {
-        "format": FORMAT,
-        "run": run,
-        "config": config.model_dump(mode="json", by_alias=True),
-        "plan": parse_json(folder.plan.read_text(encoding="utf-8")),
-        "data": data,
-        "starts": starts,
-        "evaluations": [evaluations[step] for step in sorted(evaluations)],
-        "done": done,
-    }
+                self._done = row["line"]
+
+    def _add_start(self, at: int, tags: dict[str, Any]) -> None:
+        """Add a start, and remove what a run that was killed had done after that step."""
+        self._done = None
+        self._evaluations = {step: found for step, found in self._evaluations.items() if step <= at}
+        facts = {_NAMES.get(name, name): value for name, value in tags.items()}
+        self._data = facts.pop("data", None)
+        facts = {name: value for name, value in facts.items() if not name.startswith("mlflow.")}
+        self._starts = [*(start for start in self._starts if start["step"] < at), {"step": at, **facts}]
 
 
-def receipt_text(folder: RunFolder) -> str:
-    """Return the text of an up-to-date receipt.json."""
-    return json.dumps(make_receipt(folder), indent=1) + "\n"
+def make_receipt(folder: RunFolder) -> dict[str, Any]:
+    """Return the receipt of a run. Raises OSError, ValueError and RunError for damaged files."""
+    return Receipt(folder).contents()
 
 
 class ToReceipt(Listener):
     """Writes `receipt.json`, from the rows of the journal."""
 
     def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
-        self._folder, self._log = folder, log
+        self._folder, self._receipt, self._log = folder, Receipt(folder), log
 
     def started(self, start: Start) -> None:
         self.write()
@@ -98,6 +118,6 @@ class ToReceipt(Listener):
     def write(self) -> None:
         """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
         try:
-            self._folder.write(self._folder.receipt, receipt_text(self._folder).encode())
+            self._folder.write(self._folder.receipt, self._receipt.text().encode())
         except (OSError, ValueError, RunError) as error:
             self._log(f"receipt could not be written: {error}; the next evaluation or start tries again")
