@@ -26,7 +26,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import MEASURED, final_status, read
 
 _BATCH = 500  # metrics; MLflow takes 1,000 in a request, and a row of the journal has up to 200
-_SENDERS: dict[str, Callable[[MlflowRun], None]] = {
+_SENDERS: dict[str, Callable[[MlflowRun], bool | None]] = {
     "parameters": parts.send_parameters,
     "tags": parts.send_tags,
     "parent": parts.send_parent,
@@ -61,8 +61,8 @@ class Delivery:
         """The server has this many bytes of the journal."""
         self._due: list[str] = []
         """The parts that the server lacks."""
-        self._refused: dict[str, Exception] = {}
-        """The due parts that failed. They wait for the next event, or for the end."""
+        self._held: dict[str, Exception | None] = {}
+        """The due parts that failed, or None if not ready. They wait for an event or the end."""
         self._history: dict[str, dict[int, float]] = {}
         """The last value at each step of the metrics that the server was asked for."""
         self.is_reachable = True
@@ -93,17 +93,19 @@ class Delivery:
         Raises whatever mlflow raises if the server answers no other request either.
         """
         run = self._run
-        name = next((name for name in self._due if name not in self._refused), None)
+        name = next((name for name in self._due if name not in self._held), None)
         if run is None or name is None:
             return False
         self._check_ours()
         try:
-            _SENDERS[name](run)
-            self._due.remove(name)
-            self._save_progress(run)
+            if _SENDERS[name](run) is False:
+                self._held[name] = None
+            else:
+                self._due.remove(name)
+                self._save_progress(run)
         except Exception as error:
             connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
-            self._refused[name] = error
+            self._held[name] = error
             try:
                 run.client.get_run(run.run_id)
             except Exception:
@@ -120,13 +122,12 @@ class Delivery:
         connection.set_timeout(connection.FILE_TIMEOUT_S)
         while self.send_part():
             pass
-        for error in self._refused.values():
+        failed = {name: error for name, error in self._held.items() if error}
+        for error in failed.values():
             if isinstance(error, RequestError):
                 raise error
-        if self._refused:
-            reasons = "; ".join(
-                f"{name}: {connection.root_cause(error)}" for name, error in self._refused.items()
-            )
+        if failed:
+            reasons = "; ".join(f"{name}: {connection.root_cause(error)}" for name, error in failed.items())
             raise TemporaryError(f"MLflow at {self._server} did not take everything: {reasons}")
 
     def mark_failed(self) -> None:
@@ -208,7 +209,7 @@ class Delivery:
 
     def _add_due(self, *names: str) -> None:
         """Have `send_part` send these parts, and those that failed."""
-        self._refused.clear()
+        self._held.clear()
         self._due += [name for name in names if name not in self._due]
 
     def _progress(self) -> dict[str, dict[str, Any]]:

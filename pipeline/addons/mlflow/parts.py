@@ -79,17 +79,20 @@ def send_description(run: MlflowRun) -> None:
     run.client.set_tag(run.run_id, "mlflow.note.content", describe_run(run.folder, run.config))
 
 
-def send_links(run: MlflowRun) -> None:
-    """Name the run that this one continues, and this one there, if the server has that run."""
+def send_links(run: MlflowRun) -> bool:
+    """Name the run that this one continues, and this one there; return False if it is not there."""
     starts = events(run.folder.journal, "started")
     origin = next((start["tags"]["continues"] for start in starts if "continues" in start["tags"]), None)
-    before = find_run(run.client, origin) if origin else None
+    if origin is None:
+        return True
+    before = find_run(run.client, origin)
     if before is None:
-        return
+        return False
     run.client.set_tag(run.run_id, "continues", _name(before))
     ours, others = _name(run.client.get_run(run.run_id)), before.data.tags.get(_CONTINUED, "")
     if ours not in others:
         run.client.set_tag(before.info.run_id, _CONTINUED, f"{others}, {ours}".removeprefix(", "))
+    return True
 
 
 def _name(run: Any) -> str:
@@ -157,7 +160,9 @@ def note_verification(folder: RunFolder, result: str) -> str:
 def _note(folder: RunFolder, result: str) -> str:
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
     named = uri_in_environment()
-    uri = named or tracking_uri(config, folder) or "none"
+    uri = named or tracking_uri(config, folder)
+    if uri is None:
+        raise RequestError("track.uri=none")
     shown = without_password(uri)
     is_local = uri.startswith("sqlite:///")
     if not (Path(uri.removeprefix("sqlite:///")).exists() if is_local else named):
