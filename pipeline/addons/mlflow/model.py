@@ -1,5 +1,6 @@
 """The best model of a finished run: exported from its checkpoint, logged and registered."""
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ def send_model(run: MlflowRun) -> None:
     RequestError if its function is not trusted.
     """
     from mlflow.entities import LoggedModelStatus
+    from mlflow.exceptions import MlflowException
 
     best = last_event(run.folder.journal, "ended")["best"]
     model_id = None
     for model in run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
         if _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY:
-            run.client.delete_logged_model(model.model_id)  # its sender was killed
+            with contextlib.suppress(MlflowException):  # who may edit models may not delete them
+                run.client.delete_logged_model(model.model_id)  # its sender was killed
         elif model.tags.get(_STEP_TAG) == str(best["step"]):
             model_id = model.model_id
     if model_id is None:
