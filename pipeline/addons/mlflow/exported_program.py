@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.errors import StorageError, one_line
 
 _TABLE = "data/weights/model_weights_config.json"
+_MAX_TABLE_BYTES = 16 << 20
 # torch._export.serde.schema.ScalarType, for the types that a model's state has
 _DTYPE_CODES = {torch.float32: 7, torch.int64: 5}
 
@@ -31,7 +32,7 @@ def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[s
         with zipfile.ZipFile(path) as archive:
             (table,) = (name for name in archive.namelist() if name.endswith("/" + _TABLE))
             folder = table.rpartition("/")[0]
-            rows = json.loads(archive.read(table))["config"]
+            rows = json.loads(_read_member(archive, table, _MAX_TABLE_BYTES))["config"]
             if {name for name in rows if name.startswith(prefix)} != {prefix + name for name in expected}:
                 raise ValueError("tensors are missing or unexpected")
             return {
@@ -54,9 +55,14 @@ def _read_tensor(archive: zipfile.ZipFile, folder: str, row: dict[str, Any], lik
         raise ValueError(f"{name} is pickled, or has another shape or type")
     if not like.numel():
         return torch.empty(shape, dtype=like.dtype)
-    # a compressed one could unpack to more bytes than it states
-    entry = archive.getinfo(f"{folder}/{name}")
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > like.numel() * like.itemsize:
-        raise ValueError(f"{name} is compressed or too large")
-    flat = torch.frombuffer(bytearray(archive.read(entry)), dtype=like.dtype)
+    data = _read_member(archive, f"{folder}/{name}", like.numel() * like.itemsize)
+    flat = torch.frombuffer(bytearray(data), dtype=like.dtype)
     return flat.as_strided(shape, strides, int(meta["storage_offset"]["as_int"]))  # torch checks the bounds
+
+
+def _read_member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    entry = archive.getinfo(name)
+    # a compressed one could unpack to more bytes than it states
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > limit:
+        raise ValueError(f"{name} is compressed or too large")
+    return archive.read(entry)

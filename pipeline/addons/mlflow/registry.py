@@ -19,6 +19,7 @@ from pipeline.config.credentials import without_password
 from pipeline.config.load import NoAliases, from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 
+_MAX_MLMODEL_BYTES = 4 << 20
 _MAX_BYTES = 4 << 30
 """More than torchvision's largest model needs: 645 million weights of 4 bytes, and the program."""
 _SERVER_ERRORS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "IO_ERROR")
@@ -72,12 +73,12 @@ def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
     from pipeline.addons.mlflow.exported_program import read_weights
     from pipeline.model.architectures import meta_model
 
-    text = _download(artifacts, "MLmodel", scratch).read_text(encoding="utf-8")
+    text = _download(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, scratch).read_text(encoding="utf-8")
     try:
         mlmodel = yaml.load(text, _Loader)
         has_code = any(flavor.get("code") for flavor in mlmodel["flavors"].values())
         config, classes = mlmodel["metadata"]["config"], mlmodel["metadata"]["classes"]
-        if not all(isinstance(name, str) for name in [config, *classes]):
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in [config, *classes]):
             raise TypeError
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise RequestError(
@@ -86,17 +87,17 @@ def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
     if has_code:
         raise RequestError(f"{uri} brings code of its own, which is never run: log the model without code")
     expected = meta_model(from_yaml(config, uri).model, len(classes)).state_dict()
-    program = _download(artifacts, "data/model.pt2", scratch)
+    program = _download(artifacts, "data/model.pt2", _MAX_BYTES, scratch)
     weights = read_weights(program, "model.", expected)  # `ExportedModel` names its model `model`
     return {"config": config, "classes": classes, "model": weights, "average": None}
 
 
-def _download(artifacts: str, name: str, scratch: Path) -> Path:
-    """Return a local copy of a model's file."""
+def _download(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
+    """Return a local copy of a model's file of at most `limit` bytes."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     folder, _, file = f"{artifacts.rstrip('/')}/{name}".rpartition("/")
-    if file_sizes(folder, None).get(file, _MAX_BYTES) >= _MAX_BYTES:
+    if file_sizes(folder, None).get(file, limit + 1) > limit:
         problem = f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote"
         raise RequestError(problem, "give its run's folder, or a checkpoint, instead")
     # this file alone: mlflow's download_artifacts would write whatever a server lists
