@@ -109,7 +109,9 @@ def root_cause(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     # a token with a line break is in the error about that header
-    text = re.sub(r"(Bearer|Basic) .*", r"\1 …", without_password(str(error)), flags=re.DOTALL)
+    text = re.sub(r"(header value:|Bearer|Basic) .*", r"\1 …", without_password(str(error)), flags=re.DOTALL)
+    if token := os.environ.get("MLFLOW_TRACKING_TOKEN", "").strip():
+        text = text.replace(token, "…")
     return one_line(text, 1000 if isinstance(error, RunError) else 300) or type(error).__name__
 
 
