@@ -59,10 +59,8 @@ class ToMLflow(Listener):
     def closed(self, end: End) -> None:
         if self._sender and not self._sender.close(self._log, end.seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            reason = f"see {self._folder.sync_log}"
-            self._log(
-                f"MLflow did not take everything ({reason}): the journal keeps it, '{command}' sends it"
-            )
+            reason = f" ({last})" if (last := self._sender.last_failure()) else ""
+            self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
 
 
 class Sender:
@@ -122,6 +120,14 @@ class Sender:
             self._process.kill()
             self._process.wait()
         return False  # its process may outlive this one and deliver the rest
+
+    def last_failure(self) -> str:
+        """Return the line with which the process has failed, or ""."""
+        with contextlib.suppress(OSError):
+            *_, last = ["", *self._folder.sync_log.read_text(encoding="utf-8", errors="replace").splitlines()]
+            if last.startswith("pipeline: "):
+                return last.removeprefix("pipeline: ")
+        return ""
 
 
 def start_sender(config: Config, folder: RunFolder) -> Sender | None:
