@@ -2,6 +2,7 @@
 
 import os
 import re
+from urllib.parse import urlsplit
 
 from pipeline.config.credentials import show, split_credentials
 from pipeline.config.schema import Config
@@ -68,12 +69,24 @@ def check_tracking_uri(name: str, uri: str) -> None:
             raise RequestError(
                 f"{given} names no file that MLflow opens", "name one without ? and % in its path"
             )
-    elif not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII) or re.search(r"\s", uri):
+    elif (
+        not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII)
+        or re.search(r"\s", uri)
+        or not _has_port(address)
+    ):
         raise RequestError(
             f"{given} is not allowed",
             "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a"
             " blank and a user and a password before the host, or set track.uri=none",
         )
+
+
+def _has_port(address: str) -> bool:
+    """Return False if the address has a port that does not exist."""
+    try:
+        return urlsplit(address).port != 0
+    except ValueError:
+        return not address.startswith("http")  # a database's address may have the name of a socket
 
 
 def _mlflow_changes(path: str) -> bool:
