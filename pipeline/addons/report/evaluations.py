@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 
 AUGMENTED_FILE = "augmented.npz"
+_MAX_BYTES = 256 << 20
+"""Limit of a file's unpacked size: a validation image takes 16 bytes, so 16 million have room."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def step_of_evaluation(path: Path) -> int:
 
 def saved_evaluations(report: Path) -> list[Path]:
     """Return the files of all saved evaluations, in the order of their steps."""
-    return sorted((report / "data").glob("step-*.npz"))
+    return sorted((report / "data").glob(f"step-{'[0-9]' * 8}.npz"))
 
 
 def save_evaluation(folder: RunFolder, step: int, evaluation: SavedEvaluation) -> None:
@@ -129,9 +132,13 @@ def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
 def _load(path: Path, *names: str) -> list[NDArray[Any]]:
     """Return the named arrays of a file.
 
-    Raises ValueError if it is damaged, FileNotFoundError if there is none.
+    Raises ValueError if it is damaged or too large, FileNotFoundError if there is none.
     """
     try:
+        with ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > _MAX_BYTES:
+            raise ValueError(f"it would unpack to {unpacked:,} bytes")
         with np.load(path, allow_pickle=False) as saved:
             return [saved[name] for name in names]
     except FileNotFoundError:

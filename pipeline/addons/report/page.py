@@ -47,10 +47,10 @@ def render_page(folder: RunFolder) -> str:
     from jinja2 import Environment, StrictUndefined
 
     parts: dict[str, Callable[[RunFolder], Any]] = {
-        "summary": summarise, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
+        "summary": _summary, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
         "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
         "reliability diagram": _drawn("reliability"), "mistakes": _mistakes, "augmentation": _augmented,
-        "time budget": _time_budget, "receipt": make_receipt,
+        "time budget": _time_budget, "evaluations": _evaluations, "receipt": make_receipt,
         "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
     shown: dict[str, Any] = {}
@@ -64,11 +64,15 @@ def render_page(folder: RunFolder) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["number"] = lambda value: "–" if value is None else f"{value:.4f}"
-    environment.filters["utc"] = lambda ms: time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(ms // 1000))
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text: str = template.render(title=folder.path.absolute().name, left_out=left_out, **shown)
     return text.encode(errors="replace").decode()  # the name of a folder may not be valid Unicode
+
+
+def _summary(folder: RunFolder) -> dict[str, Any]:
+    run = summarise(folder)
+    best = run["best"] and {"step": run["best"]["step"], "top1": _number(run["best"]["top1"])}
+    return run | {"best": best, "began": _utc(run["began"]), "ended": _utc(run["ended"])}
 
 
 def _drawn(name: str) -> Callable[[RunFolder], str]:
@@ -125,6 +129,19 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
     return [(entry.replace("_", " "), f"{value:,.1f} s", 100 * value / total) for entry, value in rows]
 
 
+def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
+    """Return the figures, the digest of the weights and its first digits, of each evaluation."""
+    keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
+    return [
+        (
+            [row["step"], *(_number(row.get(key)) for key in keys), row["images"]],
+            row["weights"],
+            row["weights"][7:23],
+        )
+        for row in make_receipt(folder)["evaluations"]
+    ]
+
+
 def _commands(folder: RunFolder) -> dict[str, str | None]:
     """Return the commands that repeat, verify and use the run."""
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
@@ -139,3 +156,11 @@ def _commands(folder: RunFolder) -> dict[str, str | None]:
 
 def _configuration(folder: RunFolder) -> str:
     return without_password(folder.config.read_text(encoding="utf-8"))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _utc(milliseconds: int | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(milliseconds // 1000)) if milliseconds else ""

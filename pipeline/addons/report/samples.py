@@ -61,12 +61,14 @@ class ToReport(Listener):
         val, classes = self._job.source.val, list(self._job.source.classes)
         mistakes = evaluations.most_confident_mistakes(result.predictions, _COUNT)
         images = torch.zeros((len(mistakes), 3, size, size), dtype=torch.uint8)
-        try:
-            for row, image in enumerate(mistakes.tolist()):
+        for row, image in enumerate(mistakes.tolist()):
+            try:
                 images[row] = center_crop(decode(val.read(image), upright=val.upright), size, resize)
-        # changed since the evaluation, or out of reach: training notices that by itself
-        except (BadImageError, UnreadableError, OutageError) as error:
-            self._log(f"not all of the most confident mistakes can be shown: {error}")
+            except (BadImageError, UnreadableError) as error:  # changed since the evaluation
+                self._log(f"{val.name(image)} cannot be shown: {error}")
+            except OutageError as outage:  # training notices that by itself, and waits
+                self._log(f"not all of the most confident mistakes can be shown: {outage}")
+                break
         kept = SavedEvaluation(result.predictions, classes, mistakes, _small(images).numpy())
         self._keep(lambda: evaluations.save_evaluation(self._folder, result.evaluation.step, kept))
 
