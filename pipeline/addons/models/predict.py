@@ -50,33 +50,33 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
     contents = _read_model(target)
     if left_out:
         terminal.log(left_out)
-    tops: dict[str, list[tuple[str, float]]] = {}
-    bad: dict[str, str] = {}
+    tops: list[tuple[str, list[tuple[str, float]]]] = []  # two files may have one printed name
+    bad: list[tuple[str, str]] = []
     for image, defect, top in _classify(contents, target, images):
         if defect:
-            bad[image] = defect
+            bad.append((image, defect))
         else:
-            tops[image] = top
+            tops.append((image, top))
         terminal.progress(f"{len(tops) + len(bad):,} of {len(images):,} images")
-    if not tops and _NOT_FINITE in bad.values():
+    if not tops and any(defect == _NOT_FINITE for _, defect in bad):
         raise NotFiniteError(f"the logits of {target} are not finite for any image: use another checkpoint")
     if not tops:
-        image, defect = next(iter(bad.items()))
+        image, defect = bad[0]
         raise StorageError(f"none of {len(bad):,} images can be decoded ({image}: {defect})", "give others")
-    for image, defect in bad.items():
+    for image, defect in bad:
         terminal.log(f"bad image {image}: {defect}")
     if as_json:
         predictions = [
             {"image": image, "top": [{"class": name, "probability": share} for name, share in top]}
-            for image, top in tops.items()
+            for image, top in tops
         ]
-        defects = [{"image": image, "defect": defect} for image, defect in bad.items()]
+        defects = [{"image": image, "defect": defect} for image, defect in bad]
         return json.dumps({"predictions": predictions, "bad": defects})
-    width = max(map(len, tops))
-    class_width = max(len(name) for top in tops.values() for name, _ in top)
+    width = max(len(image) for image, _ in tops)
+    class_width = max(len(name) for _, top in tops for name, _ in top)
     return "\n".join(
         f"{image:<{width}}" + "".join(f"  {name:>{class_width}} {share:.4f}" for name, share in top)
-        for image, top in tops.items()
+        for image, top in tops
     )
 
 

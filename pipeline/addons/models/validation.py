@@ -83,9 +83,10 @@ def _known_hold_out(index: Index, contents: dict[str, Any]) -> HoldOut | None:
     Images are known by all of their names, because packing changes sizes, and a split the order.
     Version 0.2 took the names as the system spells them, and knew the rule `file` only.
     """
-    split = contents.get("split") or {}
-    if split.get("names") in (index.names_digest(), index.names_digest(bytes)):
-        return HoldOut(float(split["val_split"]), str(split.get("split_by", "file")))
+    known = (index.names_digest(), index.names_digest(bytes))
+    match contents.get("split"):
+        case {"names": names, "val_split": float(share), **more} if names in known:
+            return HoldOut(share, str(more.get("split_by", "file")))
     return None
 
 
