@@ -17,7 +17,7 @@ _KUSTOMIZE = "a kustomization adds it, see docs/kubernetes.md"
 REPLACED: dict[str, str] = {
     "bench": "run python benchmarks/NAME.py from the source",
     "--gpu-images-per-s": "compare time/images_per_s and time/waiting_for_data of a short run",
-    "--sanity": "train a few steps with train.max_steps, and look at the loss and report/augmentation.png",
+    "--sanity": "train a few steps with train.max_steps, and look at the loss and report/index.html",
     "--gang-check": _LINKS,
     "--numa-binding": "give it to torchrun, which starts the processes then",
     "--gang": f"{_LINKS}; in place of the one of k8s render, give --queue NAME (Kueue)",
