@@ -22,7 +22,9 @@ from place import SMALL, Place
 from server import Gateway, Server, give_up_quickly, tracked_job
 
 from pipeline.addons.mlflow import TRAINING_DONE
+from pipeline.addons.mlflow.connection import root_cause
 from pipeline.addons.mlflow.run import find_run
+from pipeline.addons.mlflow.uri import check_tracking_uri
 from pipeline.config.credentials import without_password
 from pipeline.config.load import load
 from pipeline.errors import RequestError
@@ -248,11 +250,20 @@ def test_what_mlflow_refuses_after_the_training_is_refused_before(tmp_path: Path
     ):
         with pytest.raises(RequestError, match=says):
             load("digits", [word])
+    for port in (0, 99999):
+        with pytest.raises(RequestError, match="is not allowed"):
+            check_tracking_uri("track.uri", f"http://h:{port}")
     refused = quick("train", "digits", f"run.dir={tmp_path}/run", "track.uri=postgresql://u:CANARY b@h/db")
     assert refused.code == 2
     assert "%20" in refused.error
     assert "CANARY" not in refused.err
     assert without_password("mysql://h/db?pwd=CANARY&passphrase=CANARY&ssl=1") == "mysql://h/db?ssl=1"
+
+
+def test_a_token_is_hidden_wherever_an_error_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "CANARY\n")
+    assert root_cause(ValueError("no user has the key CANARY")) == "no user has the key …"
+    assert root_cause(ValueError("in header value: 'CANARY\n'")) == "in header value: …"
 
 
 TRACKED = (*(word for word in SMALL if not word.startswith("track.")), "track.report=false")

@@ -297,6 +297,12 @@ def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
     assert evaluate_here(capsys, by_folder)[0] == f"{small}/{small}"
     assert main(["evaluate", str(by_folder), "data.source=pack", f"data.root={half}"]) == 2
     assert "the images of the training with another split" in capsys.readouterr().err
+    path = next((by_folder / "checkpoints").iterdir())
+    contents = decode(read_verified(path), path)
+    for name, split in (("5", 5), ("text", {**contents["split"], "val_split": "half"})):  # no training's
+        save_checkpoint(tmp_path / name, {**contents, "split": split}, 1)
+        found = evaluate_here(capsys, tmp_path / name, "data.source=pack", f"data.root={half}")
+        assert found[0] == f"{large}/{large}"
     expected = (f"{small}/{small}", f"the {small} validation images of the pack {tenth}")
     assert evaluate_here(capsys, by_folder, "data.source=pack", f"data.root={tenth}") == expected
     own = quick("evaluate", str(by_pack), "--nproc", "2")  # the other process gets the split from rank 0

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from browser import NO_BROWSER, Browser, find_program
 
+from pipeline.addons.report import evaluations
 from pipeline.addons.report.evaluations import SavedEvaluation, save_augmented, save_evaluation
 from pipeline.addons.report.page import render_page
 from pipeline.cli.main import main
@@ -121,12 +122,34 @@ def test_a_missing_or_damaged_part_is_left_out_and_named(folder: Path) -> None:
     (folder / "report" / "classes.png").unlink()
     saved = folder / "report" / "data" / "step-00000028.npz"
     saved.write_bytes(saved.read_bytes()[:100])
+    saved.with_stem("step-00000028 (copy)").touch()
+    assert evaluations.saved_evaluations(folder / "report") == [saved]
     (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
     page = Page(folder)
     shown = ["confusion", "reliability", "augmentation", "time", "configuration", "left-out"]
     assert [section["id"] for section in page.all("section")] == shown
     named = {"summary", "curves", "frequent confusions", "accuracy of each class", "mistakes", "commands"}
     assert named <= set(page.texts)
+
+
+@pytest.mark.parametrize("damage", [{"weights": 5}, {"loss": "low"}, {"top1": "high"}])
+def test_a_damaged_evaluation_is_left_out_and_named(folder: Path, damage: dict[str, object]) -> None:
+    row = {"time": 1, "event": "evaluated", "step": 30, "weights": "", "top1": 0.9, "images": "3/3"}
+    with open(folder / "journal.jsonl", "a") as journal:
+        journal.write(json.dumps(row | damage) + "\n")
+    (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
+    page = Page(folder)
+    shown = [section for section in SECTIONS if section != "evaluations"]
+    assert [section["id"] for section in page.all("section")] == [*shown, "left-out"]
+    assert "evaluations" in page.texts
+
+
+def test_an_evaluation_that_unpacks_to_too_many_bytes_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations, "_MAX_BYTES", 100)
+    with pytest.raises(ValueError, match="would unpack to"):
+        evaluations.last_evaluation(folder / "report")
 
 
 def test_a_run_that_has_just_started_has_a_page(folder: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_run_whose_credentials_were_refused_is_sent_with_others(
     outputs = []
     for variables, cause in (
         (proxy.variables(EXPIRED), "token expired"),
-        (proxy.variables(f"{TOKEN}\n"), "Bearer …"),
+        (proxy.variables(f"{TOKEN}\n"), "header value: …"),
         (untrusted, "CERTIFICATE_VERIFY_FAILED"),
     ):
         result = quick("sync", str(run.folder), **variables)

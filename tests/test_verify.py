@@ -17,7 +17,7 @@ from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
 from pipeline.addons.ops.compare import Run, compare
 from pipeline.addons.ops.published import read_receipt
-from pipeline.addons.ops.receipt import make_receipt
+from pipeline.addons.ops.receipt import Receipt, make_receipt
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
@@ -132,13 +132,19 @@ def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(copy: Path) 
         {"event": "ended", "status": "FINISHED", "line": "done"},
     ]  # fmt: skip
     folder = RunFolder(copy)
-    folder.journal.write_text("".join(json.dumps({"time": 1, **row}) + "\n" for row in rows))
+    texts = [json.dumps({"time": 1, **row}) + "\n" for row in rows]
+    folder.journal.write_text("".join(texts))
     found = make_receipt(folder)
     assert found["evaluations"] == [
         {"step": 4, "weights": "a", "train_loss": 3.0}, {"step": 8, "weights": "b", "train_loss": 2.0}
     ]  # fmt: skip
     assert found["starts"] == [{"step": 0, "world": 1}, {"step": 4, "world": 2}]
     assert found["done"] == "done"
+    growing, begin = Receipt(folder), "".join(texts[:6])
+    folder.journal.write_text(begin)
+    assert [row["weights"] for row in growing.contents()["evaluations"]] == ["a", "replaced"]
+    folder.journal.write_text("x" * len(begin) + "".join(texts[6:]))
+    assert growing.contents() == found, "a row is read once"
 
 
 def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> None:
@@ -240,10 +246,10 @@ def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, 
     first = "; at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ); "
     assert first in compared(copy, repetition)
     edit_receipt(copy, lambda contents: [row.pop("tensors") for row in contents["evaluations"]])
-    edit_receipt(copy, in_start(torch="1.0"))
+    edit_receipt(copy, in_start(torch="1.0", commit="another"))
     found = compared(copy, repetition)
     assert found.startswith("differs: at step 12 weights is "), "a receipt of version 0.2"
-    assert f"probable cause: torch is {torch.__version__} here and 1.0 there" in found
+    assert f" and another there, torch is {torch.__version__} here and 1.0 there" in found
 
 
 def refused(copy: Path, steps: int | None, start: int = 0) -> str:
