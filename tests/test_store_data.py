@@ -422,7 +422,7 @@ def test_wrong_requests_are_refused_with_a_remedy(
     bucket.write("digits/train-0000.tar", b"short")
     assert f"the pack {place} is damaged: train-0000.tar has 5 bytes" in refused(lambda: images(place))
     bucket.delete("digits/train-0000.tar")
-    assert "train-0000.tar does not exist" in refused(lambda: images(place))
+    assert "train-0000.tar is missing" in refused(lambda: images(place))
     bucket.write("digits/pack.index", b"torn")
     assert "pack.index cannot be read (not an index)" in refused(lambda: images(place))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")

@@ -101,9 +101,9 @@ def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, 
     assert time.monotonic() - stopped < 25, "before the launcher kills them"
     assert result.code == 75
     run.wait_gone(1)
-    for rank, waits_in in enumerate(("synchronize", "distributed_c10d")):
-        assert f"rank {rank} was asked to stop, made no progress for " in result.err
-        assert waits_in in (run.folder / f"hang-rank-{rank}.txt").read_text()
+    # the other rank exits by itself, too, or because this one is gone
+    assert "rank 0 was asked to stop, made no progress for " in result.err
+    assert "synchronize" in (run.folder / "hang-rank-0.txt").read_text()
     end = last_event(run.folder / "journal.jsonl")
     assert (end["status"], end["line"].partition(",")[0]) == ("KILLED", "rank 0 was asked to stop")
     found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
