@@ -25,7 +25,7 @@ from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.addons.store.remote import StoreImages
 from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.data.loader import read_patiently
+from pipeline.data.loader import Patience
 from pipeline.data.sources import Images, open_source
 from pipeline.errors import RequestError
 
@@ -410,7 +410,7 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
     with pytest.raises(OutageError, match="the store is out of reach"):
         source.read(0)
     (tmp_path / "answer").write_text(json.dumps(answer))
-    assert read_patiently(source, 0, time.monotonic() + 20) == expected.read(0)
+    assert Patience(source, 20).read(0) == expected.read(0)
 
 
 def test_wrong_requests_are_refused_with_a_remedy(
