@@ -285,9 +285,9 @@ def test_variables_of_mlflow_are_used_or_named(place: Place) -> None:
     client.delete_experiment(experiment.experiment_id)
     again = quick("train", *words, "run.resume=never", cwd=place.path, **variables)
     assert again.code == 0
-    assert "runs/new/sync.log" in again.err
     sync = quick("sync", "runs/new", cwd=place.path)
     assert sync.code == 2
-    assert f"mlflow experiments restore --experiment-id {experiment.experiment_id}" in sync.error
+    for said in (again.err, sync.error):
+        assert f"mlflow experiments restore --experiment-id {experiment.experiment_id}" in said
     client.restore_experiment(experiment.experiment_id)
     assert quick("sync", "runs/new", cwd=place.path).code == 0

@@ -59,8 +59,10 @@ class ToMLflow(Listener):
     def closed(self, end: End) -> None:
         if self._sender and not self._sender.close(self._log, end.seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            reason = f" ({last})" if (last := self._sender.last_failure()) else ""
-            self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
+            reason = self._sender.last_failure() or f"see {self._folder.sync_log}"
+            self._log(
+                f"MLflow did not take everything ({reason}): the journal keeps it, '{command}' sends it"
+            )
 
 
 class Sender:
