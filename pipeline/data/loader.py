@@ -9,7 +9,7 @@ on. The memory of a worker stays flat: it holds the mapped index and the order o
 import hashlib
 import math
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -67,7 +67,7 @@ class Patience:
 
 
 @dataclass
-class _Batches:
+class _Batches(ABC):
     """Makes the batch at a position. A subclass says which samples are in it, and loads each."""
 
     images: Images
