@@ -93,12 +93,13 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir --no-deps --no-index --disable-pip-version-check --root-user-action ignore /wheel/*.whl
 # 50 KB, to measure a GPU machine: docker run --env PYTHONSAFEPATH= --entrypoint python ddp-pipeline /opt/benchmarks/gpu.py
 COPY benchmarks /opt/benchmarks
-RUN install --directory --owner 10001 --group 10001 /runs
+RUN install --directory --owner 10001 --group 10001 /runs /cache
 USER 10001:10001
-# runs, the generated digits and compiler caches: a volume, because Docker's tmpfs is mounted noexec
+# /runs: runs and the generated digits. /cache: compiled code. It is a volume, because Docker's tmpfs is mounted noexec,
+# and one of the node, because Triton fails on file systems of a network (triton-lang/triton#11512)
 WORKDIR /runs
-VOLUME /runs
-ENV TORCHINDUCTOR_CACHE_DIR=/runs/.cache/inductor TRITON_CACHE_DIR=/runs/.cache/triton
+VOLUME /runs /cache
+ENV TORCHINDUCTOR_CACHE_DIR=/cache/inductor TRITON_CACHE_DIR=/cache/triton
 # torchrun starts ranks with `python -m`, which would import Python files that lie in the current folder, the volume
 ENV PYTHONSAFEPATH=1
 ARG REVISION=unknown

@@ -49,6 +49,7 @@ PARTS = {
     "timm": "pipeline.addons.models.functions:timm_builder",
     "zoo": "pipeline.addons.models.zoo:MODELS",
     "best checkpoint": "pipeline.addons.models.best:best_checkpoint",
+    "compile": "pipeline.addons.models.compilation:compile_model",
     "check target": "pipeline.addons.models.inputs:check_target",
     "evaluation images": "pipeline.addons.models.validation:open_validation",
     "fit passes": "pipeline.addons.models.memory:fit_model",

@@ -118,6 +118,9 @@ def _pods(documents: list[Document]) -> Rules:
     limits = trainer["resources"]["limits"]
     (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
     yield 2 * bytes_of(shm.get("sizeLimit", "1Ti")) <= bytes_of(limits["memory"]), "/dev/shm leaves memory"
+    (cache,) = (mount["name"] for mount in trainer["volumeMounts"] if mount["mountPath"] == "/cache")
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == cache)
+    yield "sizeLimit" in volume.get("emptyDir", {}), "compiled code is on the disk of the pod"
     gpus = limits.get("nvidia.com/gpu")
     if gpus is not None:
         yield str(gpus) == config["PET_NPROC_PER_NODE"], "one process for each GPU"

@@ -3,12 +3,19 @@
 import subprocess
 import sys
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from subprocess import CalledProcessError
 
 import pytest
+import torch
 from equivalence import COMPILED
 from harness import SMALL, Job, assert_resumes, pipeline
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.compile_worker.subproc_pool import SubprocException
+from torch._inductor.exc import InductorError
 
+from pipeline.addons.models.compilation import is_fault_of_machine
 from pipeline.machine import missing_to_compile
 from pipeline.record.failure import FAILURE
 
@@ -60,6 +67,48 @@ def test_a_signal_that_ends_the_compiler_is_no_permanent_failure(tmp_path: Path,
     result = run.run()
     assert (result.code, "asked to stop before a step was made" in result.error) == (75, True), result.err
     assert not (run.folder / FAILURE).exists()
+
+
+@needs_compiler
+def test_a_fault_of_the_machine_is_no_permanent_failure(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
+    run = Job(tmp_path / "run", words, prelude=compile_with("raise OSError(16)"))
+    result = run.run()
+    assert (result.code, "cannot be compiled" in result.err) == (1, False), result.err
+    assert not (run.folder / FAILURE).exists()
+
+
+@needs_compiler
+def test_a_rank_that_cannot_compile_ends_the_others(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
+    prelude = compile_with("assert os.environ['RANK'] == '0', 'no kernel'", "return graph")
+    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
+    assert result.code == 2
+    assert result.err.count("squeezenet1_1 cannot be compiled: train with train.compile=off") == 1
+    assert "no kernel" in result.error
+
+
+@pytest.mark.parametrize(
+    ("inner", "is_of_machine"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), True),
+        (BrokenProcessPool("A process in the process pool was terminated abruptly"), True),
+        (SubprocException("Traceback ...\nOSError: [Errno 16] Device or resource busy: 'tmp.pid_7'"), True),
+        (CalledProcessError(-9, ["g++"]), True),
+        (CalledProcessError(1, ["g++"]), False),
+        (SubprocException("Traceback ...\nCompilationError: at 7:18: unexpected type fp64"), False),
+        (NotImplementedError("no lowering for aten.frobnicate"), False),
+    ],
+)
+def test_what_another_start_may_not_meet_is_told_from_a_model_that_cannot_be_compiled(
+    inner: Exception, is_of_machine: bool
+) -> None:
+    assert is_fault_of_machine(InductorError(inner, None)) is is_of_machine
+    wrapped = RuntimeError("compilation failed")
+    wrapped.__cause__ = inner
+    assert is_fault_of_machine(BackendCompilerFailed(print, wrapped, None)) is is_of_machine
 
 
 def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:

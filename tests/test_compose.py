@@ -88,15 +88,12 @@ def test_the_trainer_has_the_environment_of_a_single_node() -> None:
     assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_TIMEOUT_S
 
 
-def test_a_replaced_trainer_finds_what_was_compiled_before() -> None:
+def test_compiled_code_lies_on_the_node_and_not_beside_the_runs() -> None:
+    """Triton's cache fails on a file system that several machines share."""
     caches = re.findall(r"(\w+)_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
     assert [name for name, _ in caches] == ["TORCHINDUCTOR", "TRITON"]
-    assert all(folder.startswith("/runs/") for _, folder in caches)
-    assert "runs:/runs" in service("trainer")["volumes"]
-    _, job = yaml.safe_load_all((ROOT / "k8s" / "50-trainer.yaml").read_text())
-    pod = job["spec"]["template"]["spec"]
-    assert {"name": "runs", "mountPath": "/runs"} in pod["containers"][0]["volumeMounts"]
-    assert {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}} in pod["volumes"]
+    assert {Path(folder).parent for _, folder in caches} == {Path("/cache")}
+    assert "cache:/cache" in service("trainer")["volumes"]
 
 
 def test_every_variable_is_in_the_example_env_file() -> None:

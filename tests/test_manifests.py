@@ -371,6 +371,7 @@ POD|containers|0|command|0 = "sh"
 POD|volumes|3|emptyDir = {}
 POD|volumes|3|emptyDir|sizeLimit = "24Gi"
 POD|volumes|2|persistentVolumeClaim|claimName = "run"
+POD|volumes|5 = {"name": "cache", "persistentVolumeClaim": {"claimName": "runs"}}
 SERVER|enableServiceLinks = null
 POD|automountServiceAccountToken = true
 POD|securityContext|runAsNonRoot = false

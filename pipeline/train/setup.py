@@ -13,7 +13,7 @@ from pipeline.config.schema import Config
 from pipeline.data.index import Index
 from pipeline.data.sources import Source, open_source, sent_source
 from pipeline.device import choose_device
-from pipeline.errors import RequestError, RunError, one_line
+from pipeline.errors import RequestError, RunError
 from pipeline.group import Group
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.lazy import part
@@ -119,19 +119,13 @@ def build_state(
     if strategy.warms_up:
         first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
         normalise = Normalise(group.device, channels_last=config.model.channels_last)
-        if plan.compiles:
-            log("compiling, which takes a minute or so ...")
-        try:
-            with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
-                warm_up(strategy, normalise, process.timer, plan)
-        except Exception as error:
-            from torch._dynamo.exc import TorchDynamoException  # takes a second to import
-
-            if not isinstance(error, TorchDynamoException):
-                raise
-            process.stop.check()  # a signal may have ended the compiler
-            problem = f"{config.model.arch} cannot be compiled"
-            raise RequestError(problem, f"train with train.compile=off ({one_line(error)})") from error
+        with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
+            if plan.compiles:
+                log("compiling, which takes a minute or so ...")
+                # a process that cannot compile would leave the others waiting for its gradients
+                run_pass = partial(warm_up, strategy, normalise, process.timer, plan, is_synced=False)
+                group.raise_together(part("compile")(config.model.arch, run_pass, process.stop))
+            warm_up(strategy, normalise, process.timer, plan)
         load_weights(model, first_weights)
     return replace(job, plan=plan), state
 

@@ -72,13 +72,18 @@ class Step:
             update_ema(state.ema, state.model, state.step, config.train.ema)
 
 
-def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
-    """Run one discarded pass on blank images. The caller then restores weights and buffers."""
+def warm_up(
+    strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan, *, is_synced: bool = True
+) -> None:
+    """Run one discarded pass on blank images. The caller then restores weights and buffers.
+
+    is_synced: the processes exchange the gradients, as in the last pass of an update.
+    """
     shape = (plan.micro_batch, 3, plan.first_size, plan.first_size)
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=strategy.group.device)
     none = torch.empty((0, MIX_COLUMNS))
     blank = Batch(torch.zeros(shape, dtype=torch.uint8), labels, labels, digests=none, mix=none, defects=[])
-    run_pass(strategy, normalise, timer, plan.accumulate - 1, blank)
+    run_pass(strategy, normalise, timer, plan.accumulate - 1 if is_synced else -1, blank)
     strategy.model.zero_grad()
 
 
