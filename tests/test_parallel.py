@@ -253,6 +253,28 @@ def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(digits: Path, group: Grou
     assert state.loss_guard.check(3, loss, step.used), "the run ends at the next step at the latest"
 
 
+def test_all_processes_refuse_a_save_if_one_has_a_buffer_that_is_not_finite(
+    tmp_path: Path, digits: Path
+) -> None:
+    run = job(tmp_path / "run", digits, 2, "parallel=fsdp", "train.max_steps=2", "run.timeout=20")
+    run.prelude = (
+        "import os\n"
+        "from pipeline.train import loop\n"
+        "save = loop.save\n"
+        "def spoil_and_save(trainer, **options):\n"
+        "    buffers = trainer.state.model.named_buffers()\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        next(buffer for name, buffer in buffers if 'running_var' in name).fill_(float('inf'))\n"
+        "    save(trainer, **options)\n"
+        "loop.save = spoil_and_save\n"
+    )
+    result = run.run_in_forks()
+    assert (result.code, result.err.count("weights are not finite at step 2: not saved")) == (3, 1), (
+        result.err
+    )
+    assert not list((run.folder / "checkpoints").iterdir())
+
+
 def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
