@@ -53,3 +53,7 @@ class StepTimer:
         spent = {entry: self.seconds[entry] - self._popped[entry] for entry in ENTRIES}
         self._popped = dict(self.seconds)
         return spent
+
+    def waited_for_data(self) -> float:
+        """Return the seconds since the timer was made in which training waited for data."""
+        return self.seconds["data"]

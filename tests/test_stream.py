@@ -5,13 +5,15 @@ import os
 import re
 import signal
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeStream
 from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
 from torch.nn import functional
@@ -24,7 +26,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.images import Picture
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
-from pipeline.data.transfer import to_device
+from pipeline.data.transfer import _to_gpu, to_device
 from pipeline.data.workers import Allocate
 from pipeline.errors import StorageError
 from pipeline.plan import DataSize
@@ -157,6 +159,21 @@ def test_batches_arrive_unchanged_on_a_gpu(digits: Path) -> None:
         assert batch.images.device.type == "cuda"
         assert torch.equal(batch.images.cpu(), data[step].images)
         assert torch.equal(batch.labels.cpu(), data[step].labels)
+
+
+def test_a_gpu_gets_a_batch_before_the_loader_is_asked_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fake in (("Stream", FakeStream), ("current_stream", FakeStream), ("stream", nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    asked = []
+
+    def made() -> Iterator[Batch]:
+        for position in range(3):
+            asked.append(position)
+            yield Batch(*torch.zeros(5, 1), [])
+
+    for arrived, batch in enumerate(_to_gpu(made(), torch.device("meta")), 1):
+        assert (batch.images.is_meta, asked) == (True, list(range(arrived)))
 
 
 def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:

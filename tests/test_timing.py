@@ -3,13 +3,16 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from harness import read_rows
 from torch.optim import SGD
 
-from pipeline.addons.ops.timing import advise
+import pipeline.timing
+from pipeline.addons.ops.timing import CudaStepTimer, advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
@@ -99,6 +102,87 @@ def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
     expected: Seconds = {"data": 0.1, "copy": 0.1, "communication": 0.15}
     for entry, seconds in expected.items():
         assert second[entry] >= seconds, "with the sum, a moment in a wrong entry would be missing here"
+
+
+class VirtualGpu:
+    """A host and a device whose clocks are numbers: milliseconds since the start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.device = 0.0
+        """Now, and when the device will have done what is queued."""
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.time = gpu.queue(0)
+
+            def query(self) -> bool:
+                return self.time <= gpu.host
+
+            def elapsed_time(self, end: Any) -> float:
+                return float(end.time - self.time)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        clock = SimpleNamespace(perf_counter=lambda: self.host / 1000)
+        monkeypatch.setattr(pipeline.timing, "time", clock)
+
+    def queue(self, ms: float) -> float:
+        """Queue work of `ms`; return when it ends."""
+        self.device = max(self.device, self.host) + ms
+        return self.device
+
+    def wait(self, until: float) -> None:
+        self.host = max(self.host, until)
+
+    def train(self, timer: StepTimer, steps: int, loader_ms: float) -> None:
+        """Train as `update_once` does, with a step of 80 ms on the device and 30 ms on the host."""
+        ready, flags = self.host, [0.0]
+        for step in range(steps):
+            with timer.charge("data"):
+                ready += loader_ms
+                self.wait(ready)
+                self.device = max(self.device, self.host + 1)  # the copy of the batch
+            self.host += 1
+            with timer.charge("forward_backward"):
+                with timer.charge("copy"):
+                    self.queue(1)
+                flags.append(self.queue(68))
+                self.host += 20
+            with timer.charge("communication"):
+                self.wait(flags[-2])
+            with timer.charge("optimizer"):
+                self.queue(11)
+                self.host += 4
+            with timer.charge("tracking"):
+                self.host += 5
+                if step % 7 == 0:  # a report
+                    self.wait(self.device)
+
+
+@pytest.mark.parametrize(("loader_ms", "waits"), [(78, 0), (82, 0.02), (90, 0.11), (160, 0.5)])
+def test_a_gpu_waits_for_data_only_while_it_is_idle(
+    loader_ms: float, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = VirtualGpu(monkeypatch)
+    timer = CudaStepTimer()
+    timer.pop()
+    gpu.train(timer, 200, loader_ms)
+    gpu.wait(gpu.device)
+    wall, reported = gpu.host / 1000, timer.waited_for_data()
+    assert reported / wall == pytest.approx(waits, abs=0.01)
+    with timer.charge("validation"):
+        gpu.host += 5000
+    with timer.charge("tracking"):
+        gpu.host += 1000
+    spent = timer.pop()
+    assert sum(spent.values()) == pytest.approx(wall + 6)
+    assert (spent["validation"], spent["data"]) == pytest.approx((5, reported), rel=0.01)
+    assert spent["tracking"] == pytest.approx(1, abs=0.02)
+    step = spent["copy"] + spent["forward_backward"] + spent["optimizer"]
+    assert step == pytest.approx(0.08 * 200, rel=0.01)
 
 
 @pytest.mark.parametrize(

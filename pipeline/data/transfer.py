@@ -1,7 +1,8 @@
 """Copies of batches to the GPU, one ahead: while one is trained on, the next is copied.
 
-Promise: the same batches in the same order. Copies run on their own stream, from pinned memory, so
-that neither the CPU nor the kernels of the step wait for them.
+Promise: the same batches in the same order. A copy starts when the host asks for the batch, which
+is when it has queued the step before it: the device works on that step meanwhile. Copies run on
+their own stream, from pinned memory, so that neither the CPU nor that step's kernels wait for them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -52,18 +53,13 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     stream = _copy_stream(device)
-    previous: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
             moved = batch._replace(
                 **{name: getattr(batch, name).to(device, non_blocking=True) for name in _MOVED}
             )
             copied = stream.record_event()
-        if previous:
-            yield _ready(*previous)
-        previous = moved, copied
-    if previous:
-        yield _ready(*previous)
+        yield _ready(moved, copied)
 
 
 @cache

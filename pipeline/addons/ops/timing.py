@@ -1,8 +1,8 @@
 """The time of a training: measured on a GPU, and advice on what takes too much of it.
 
-A GPU works asynchronously, so the time that the host spends in the entries of a step is divided in
-the proportions that events on the device's stream show. The events are read long after they have
-completed.
+A GPU works asynchronously, so the time of a step is measured by events on the device's stream. They
+are read long after they have completed. The host may wait while the device is busy: that costs
+nothing. Only while the device has nothing to do, the time is charged to what the host does then.
 """
 
 from collections import deque
@@ -17,7 +17,8 @@ from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.train.listener import Listener
 
 _ON_DEVICE: tuple[Entry, ...] = ("copy", "forward_backward", "communication", "optimizer")
-_MAX_EVENTS = 256  # pending events, before the completed ones are read
+_BY_HOST: tuple[Entry, ...] = ("validation", "checkpoint")  # they wait for the device themselves
+_MAX_INTERVALS = 256  # pending ones, before those that have completed are read
 _ADVICE: dict[Entry, tuple[float, str]] = {
     "data": (0.1, "waiting for data {share}: raise data.workers, or pack the data (pipeline data pack)"),
     "copy": (0.2, "converting the images on the device {share}: check what else uses the GPU"),
@@ -39,38 +40,71 @@ class CudaStepTimer(StepTimer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._device: Seconds = dict.fromkeys(_ON_DEVICE, 0.0)
-        self._events: deque[tuple[Entry, Any, Any]] = deque()
-        """(entry, start, end) of intervals that may not have completed."""
-        self._start: Any = None
+        self._measured: Seconds = dict.fromkeys(ENTRIES, 0.0)
+        """Charged to each entry on the device's time line."""
+        self._popped_measured = dict(self._measured)
+        self._intervals: deque[tuple[list[tuple[Entry, float]], Any, Any]] = deque()
+        """(the host's entries and seconds, start, end) of intervals that may not have completed."""
+        self._on_host: list[tuple[Entry, float]] = []
+        """The host's entries and seconds since the last event."""
+        self._last_event: Any = None
 
     def switch_to(self, entry: Entry) -> None:
-        before = self._entry
+        before, since = self._entry, self._since
         super().switch_to(entry)
-        if before not in _ON_DEVICE and entry not in _ON_DEVICE:
-            return
-        now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        now.record()
-        if self._start is not None:
-            self._events.append((before, self._start, now))
-        self._start = now if entry in _ON_DEVICE else None
-        if len(self._events) >= _MAX_EVENTS:
-            self._read_completed()
+        self._on_host.append((before, self._since - since))
+        if before in _ON_DEVICE or entry in _ON_DEVICE:
+            self._record_event()
 
     def pop(self) -> Seconds:
         spent = super().pop()
+        # After the last event of an epoch come its validation and its save, which wait for the
+        # device: there the host's time is right, and no event ends it before the next step.
+        for entry, seconds in self._on_host:
+            self._measured[entry] += seconds
+        self._last_event = None
+        self._record_event()
         self._read_completed()
-        total = sum(self._device.values())
-        if total:
-            of_steps = sum(spent[entry] for entry in _ON_DEVICE)
-            spent |= {entry: of_steps * seconds / total for entry, seconds in self._device.items()}
-        self._device = dict.fromkeys(_ON_DEVICE, 0.0)
+        measured = {
+            entry: self._measured[entry] - self._popped_measured[entry]
+            for entry in ENTRIES
+            if entry not in _BY_HOST
+        }
+        self._popped_measured = dict(self._measured)
+        if total := sum(measured.values()):
+            seconds = sum(spent[entry] for entry in measured)
+            spent |= {entry: seconds * part / total for entry, part in measured.items()}
         return spent
 
+    def waited_for_data(self) -> float:
+        self._read_completed()
+        return self._measured["data"]
+
+    def _record_event(self) -> None:
+        now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        now.record()
+        if self._last_event is not None:
+            self._intervals.append((self._on_host, self._last_event, now))
+        self._last_event, self._on_host = now, []
+        if len(self._intervals) >= _MAX_INTERVALS:
+            self._read_completed()
+
     def _read_completed(self) -> None:
-        while self._events and self._events[0][2].query():
-            entry, start, end = self._events.popleft()
-            self._device[entry] += start.elapsed_time(end) / 1000
+        while self._intervals and self._intervals[0][2].query():
+            on_host, start, end = self._intervals.popleft()
+            self._charge(on_host, start.elapsed_time(end) / 1000)
+
+    def _charge(self, on_host: list[tuple[Entry, float]], seconds: float) -> None:
+        """Charge an interval of the device to what the host did at its end.
+
+        An interval outside the entries of a step ends when the host queues the next one: for so
+        long, the device had nothing to do. If it is longer than the host's part, a copy was late.
+        """
+        for entry, spent in reversed(on_host):
+            self._measured[entry] += min(spent, seconds)
+            seconds -= min(spent, seconds)
+        longest, _ = max(on_host, key=lambda part: part[1])
+        self._measured[longest] += seconds
 
 
 class ToAdvice(Listener):
