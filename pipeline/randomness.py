@@ -48,7 +48,12 @@ def seed_network(seed: int, *address: int | str) -> None:
     """Seed torch's default generators (CPU and GPU), which dropout draws from, for `address`."""
     import torch
 
-    torch.manual_seed(derive(seed, *address))
+    number = derive(seed, *address)
+    # torch.manual_seed formats the stack for each kind of device that is not in use: 0.7 ms
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for gpu in torch.cuda.default_generators:
+            gpu.manual_seed(number)
 
 
 def configure_torch(*, deterministic: bool, exact: bool = False, precision: str, threads: int) -> None:

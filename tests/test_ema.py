@@ -13,7 +13,7 @@ from torch import nn
 
 from pipeline.config.sections import Model
 from pipeline.model.architectures import build
-from pipeline.model.ema import make_ema, update_ema
+from pipeline.model.ema import MovingAverage, make_ema
 from pipeline.model.weights import weights_digest
 from pipeline.parallel.ddp import synchronise_batch_norm
 from pipeline.record.checkpoint import decode
@@ -23,11 +23,12 @@ from pipeline.record.checkpoint_files import read_verified
 def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
     model = nn.BatchNorm1d(3)
     ema = make_ema(model)
+    average = MovingAverage(ema, model, 0.9)
     expected = [tensor.double() for tensor in ema.state_dict().values()]
     for step in range(1, 101):
         for tensor in model.state_dict().values():
             tensor.add_(1)
-        update_ema(ema, model, step, 0.9)
+        average.update(step)
         rate = 1 - min(0.9, (1 + step) / (10 + step))
         new = model.state_dict().values()
         expected = [mean + rate * (tensor - mean) for mean, tensor in zip(expected, new, strict=True)]

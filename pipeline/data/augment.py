@@ -48,7 +48,7 @@ def augment(picture: Picture, options: AugmentOptions, size: int, seed: int, key
     if not chosen:
         return crop
     with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
-        torch.manual_seed(derive(seed, "policy", *_address(key)))
+        torch.default_generator.manual_seed(derive(seed, "policy", *_address(key)))
         for transform in chosen:
             crop = transform(crop)
     return crop

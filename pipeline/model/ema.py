@@ -7,34 +7,49 @@ copied; torch's `AveragedModel` averages them, too, and keeps its own counter.
 """
 
 import copy
-from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
 
+Pairs = tuple[list[Tensor], list[Tensor]]
+
 
 def make_ema(model: nn.Module) -> nn.Module:
-    """Return a copy of the model that `update_ema` moves towards it at each step."""
+    """Return a copy of the model that `MovingAverage` moves towards it at each step."""
     return copy.deepcopy(model).requires_grad_(False)
 
 
-@torch.no_grad()
-def update_ema(ema: nn.Module, model: nn.Module, step: int, decay: float) -> None:
-    """Move `ema` towards `model` in place, by 1 - decay, after update `step`.
+class MovingAverage:
+    """Moves `ema` towards `model`, in place, after each update."""
 
-    In the first steps the decay is lower, (1 + step) / (10 + step), so that the initial weights are
-    forgotten; this is the rule of TensorFlow's ExponentialMovingAverage.
-    """
-    weight = 1 - min(decay, (1 + step) / (10 + step))
-    latest = model.state_dict()
-    # torch._foreach takes plain tensors or FSDP's sharded ones, not both in one call.
-    pairs: dict[tuple[type, bool], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-    for name, tensor in ema.state_dict().items():
-        averages, values = pairs[type(tensor), tensor.is_floating_point()]
-        averages.append(tensor)
-        values.append(latest[name])
-    for (_, is_average), (averages, values) in pairs.items():
-        if is_average:
-            torch._foreach_lerp_(averages, values, weight)
-        else:
-            torch._foreach_copy_(averages, values)
+    def __init__(self, ema: nn.Module, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        # looked up once: two state dicts a step cost the host 2 ms for ResNet-50
+        self._parameters: Pairs = list(ema.parameters()), list(model.parameters())
+        # a module may assign a new tensor to a buffer, so that buffers are looked up at each step
+        self._buffers = [
+            (average, latest, name)
+            for average, latest in zip(ema.modules(), model.modules(), strict=True)
+            for name, _ in average.named_buffers(recurse=False)
+        ]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move it by 1 - decay after update `step`.
+
+        In the first steps the decay is lower, (1 + step) / (10 + step), so that the initial weights
+        are forgotten; this is the rule of TensorFlow's ExponentialMovingAverage.
+        """
+        weight = 1 - min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(*self._parameters, weight)
+        statistics: Pairs = [], []
+        counters: Pairs = [], []
+        for average, latest, name in self._buffers:
+            mean: Tensor = getattr(average, name)
+            averages, values = statistics if mean.is_floating_point() else counters
+            averages.append(mean)
+            values.append(getattr(latest, name))
+        if statistics[0]:  # torch refuses empty lists
+            torch._foreach_lerp_(*statistics, weight)
+        if counters[0]:
+            torch._foreach_copy_(*counters)

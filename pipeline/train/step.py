@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.config.interface import Settings
 from pipeline.data.batch import Batch
 from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_partners
-from pipeline.model.ema import update_ema
+from pipeline.model.ema import MovingAverage
 from pipeline.model.loss import Targets
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import Strategy
@@ -29,6 +29,9 @@ class Step:
     def __init__(self, config: Settings, plan: Plan, state: TrainState, timer: StepTimer) -> None:
         self._config, self._plan, self._state, self._timer = config, plan, state, timer
         self.normalise = Normalise(state.strategy.group.device, channels_last=config.model.channels_last)
+        self._average: MovingAverage | None = None
+        if state.ema is not None and config.train.ema is not None:
+            self._average = MovingAverage(state.ema, state.model, config.train.ema)
         self.used: list[Batch] = []
         """The batches of the current step, which an error names."""
 
@@ -67,9 +70,8 @@ class Step:
         scaler.update()
         state.optimizer.zero_grad()
         state.step += 1  # from here on the run is one position further
-        if state.ema is not None:
-            assert config.train.ema is not None
-            update_ema(state.ema, state.model, state.step, config.train.ema)
+        if self._average:
+            self._average.update(state.step)
 
 
 def warm_up(

@@ -40,9 +40,12 @@ class FSDPStrategy(Strategy):
         # torch cannot copy a sharded model
         self._ema = make_ema(model) if config.train.ema is not None else None
         mesh = _make_mesh(config, plan, group)
-        for root in filter(None, (model, self._ema)):
-            for module in (*blocks(root), root):
-                fully_shard(module, mesh=mesh)
+        for module in (*blocks(model), model):
+            fully_shard(module, mesh=mesh)
+        if self._ema is not None:
+            for module in (*blocks(self._ema), self._ema):
+                # no backward pass follows, for which torch keeps the weights of the root whole
+                fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
     @contextmanager
     def gradient_sync(self, micro: int) -> Iterator[None]:
