@@ -84,10 +84,14 @@ class DeviceLossGuard(LossGuard):
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
-        bad = (~torch.isfinite(loss) | self._strategy.has_overflow()).to(torch.int64)
-        if summing := self._strategy.group.all_reduce_async(bad):
+        bad = (loss - loss).ne(0)  # not finite; two kernels in place of the four of isfinite
+        overflow = self._strategy.has_overflow()
+        if isinstance(overflow, Tensor):
+            bad |= overflow
+        ranks = bad.to(torch.int64)
+        if summing := self._strategy.group.all_reduce_async(ranks):
             summing.wait()  # the stream waits, the host does not
-        self._is_bad.copy_(bad.clamp_(max=1))
+        self._is_bad.copy_(ranks).clamp_(max=1)
         if self._was_bad():
             return True  # `error` then names the step before
         self._step, self._loss, self._batches = step, loss, batches

@@ -39,7 +39,7 @@ class Step:
         """Run all passes of one step, and return their summed loss, [] on the device."""
         state, passes = self._state, self._plan.accumulate
         group = state.strategy.group
-        loss_sum = torch.zeros((), device=group.device)
+        losses: list[Tensor] = []
         self.used = []
         for micro in range(passes):
             with self._timer.charge("data"):
@@ -52,8 +52,8 @@ class Step:
                 # gradients add up over the passes; only the last one exchanges them
                 loss, logits = run_pass(state.strategy, self.normalise, self._timer, micro, batch)
             state.add_to_totals(loss, logits, batch.labels)  # stays on the device: reading it would wait
-            loss_sum += loss
-        return loss_sum
+            losses.append(loss)
+        return sum(losses[1:], start=losses[0])
 
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
