@@ -52,6 +52,7 @@ PARTS = {
     "compile": "pipeline.addons.models.compilation:compile_model",
     "check target": "pipeline.addons.models.inputs:check_target",
     "evaluation images": "pipeline.addons.models.validation:open_validation",
+    "explain shortage": "pipeline.addons.models.memory:explain_shortage",
     "fit passes": "pipeline.addons.models.memory:fit_model",
     "freeze": "pipeline.addons.models.pretrained:freeze",
     "load first weights": "pipeline.addons.models.pretrained:load_pretrained",

@@ -1,9 +1,12 @@
 """A pass that does not fit into memory is split on all ranks, unless that would change the bits."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from harness import SMALL, Job
 
 from pipeline.addons.models.memory import fit_passes, make_try_pass
 from pipeline.config.load import load
@@ -13,6 +16,13 @@ from pipeline.group import Group
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.world import World
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+IN_LIBRARIES = [
+    RuntimeError("GET was unable to find an engine to execute this computation"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+]
 
 
 class GroupOfTwo(Group):
@@ -26,7 +36,9 @@ class GroupOfTwo(Group):
         return tuple(flag or self._tried[-1] > self._limit for flag in flags)
 
 
-def fit(limit: int, *words: str, other_limit: int = 1000) -> tuple[Plan, Plan, list[int], list[str]]:
+def fit(
+    limit: int, *words: str, other_limit: int = 1000, error: Exception = OUT_OF_MEMORY
+) -> tuple[Plan, Plan, list[int], list[str]]:
     """Return (the plan before, the plan that fits, sizes of the passes tried, lines logged)."""
     config = load("digits", ["batch.global=96", *words])
     # CUDA graphs are of one process
@@ -38,7 +50,7 @@ def fit(limit: int, *words: str, other_limit: int = 1000) -> tuple[Plan, Plan, l
     def try_pass(images: int) -> None:
         tried.append(images)
         if images > limit:
-            raise torch.OutOfMemoryError
+            raise error
 
     fits = fit_passes(config, plan, GroupOfTwo(other_limit, tried), try_pass, lines.append)
     return plan, fits, tried, lines
@@ -54,6 +66,54 @@ def test_passes_become_smaller_until_they_fit_on_all_ranks() -> None:
     assert "batch.accumulate=4" in lines[0]
     for step in (0, 13, 14):
         assert Order(plan, 0).ids(step).tolist() == Order(fits, 0).ids(step).tolist()
+
+
+@pytest.mark.parametrize("error", IN_LIBRARIES)
+def test_a_library_that_is_out_of_memory_counts_and_another_error_does_not(error: Exception) -> None:
+    assert fit(24, error=error)[2] == [48, 24]
+    with pytest.raises(RequestError, match=f"nor does one of 1 .{re.escape(str(error))}"):
+        fit(0, error=error)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        fit(24, error=RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_several_processes_hold_memory_back_for_their_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+    monkeypatch.setattr(torch, "empty", lambda size, **_: held.append(size))
+    for world in (World(), World(size=2, local_size=2)):
+        config = load("digits", ["batch.global=96"])
+        plan = make_plan(config, world, DataSize(1437, 360, 10))
+        make_try_pass(model, config, plan, torch.device("cpu"))(2)
+    assert held[1] - held[0] == 2**30 + 4 * sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize(("step", "code"), [(1, 2), (5, 1)])
+def test_out_of_memory_in_the_first_steps_ends_the_request(
+    tmp_path: Path, digits: Path, step: int, code: int
+) -> None:
+    prelude = f"""
+import torch
+from pipeline.train.step import Step
+apply = Step.apply_gradients
+def apply_gradients(self):
+    if self._state.step == {step}:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    apply(self)
+Step.apply_gradients = apply_gradients
+"""
+    job = Job(tmp_path / "run", ["digits", *SMALL, f"data.root={digits}"], prelude=prelude)
+    result = job.run_in_forks()
+    assert result.code == code, result.err
+    if code == 2:
+        expected = (
+            "the first steps do not fit into memory (CUDA out of memory): raise batch.accumulate, which is 1"
+        )
+        assert expected in result.error
+        again = Job(job.folder, job.arguments).run_in_forks()
+        assert (again.code, expected in again.error) == (2, True)
+    else:
+        assert "OutOfMemoryError" in result.err
 
 
 def test_pairs_for_mixing_stay_in_one_pass() -> None:

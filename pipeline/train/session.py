@@ -50,6 +50,7 @@ from pipeline.world import World
 # watchdog (+ _MARGIN_S), and NCCL's own, which ends the process without a line of ours.
 _MARGIN_S = 10
 _GPU_MARGIN_S = 120  # the watchdog's margin and the part of a step between a collective and its last progress
+_FIRST_STEPS = 3  # of a start, after which a step needs no more memory than those before it
 _CRASH_MIRROR_S = 10  # for which a process that crashes may upload to the mirror
 
 
@@ -141,7 +142,7 @@ class Session:
         """Train to the last step; return the evaluation of its model. Record why if that fails."""
         config, folder = self._config, self._folder
         process, state, plan = trainer.process, trainer.state, trainer.job.plan
-        group, watchdog = process.group, self.watchdog
+        group, watchdog, first_step = process.group, self.watchdog, state.step
         try:
             data = TrainBatches(trainer.job.source.train, config, plan, group.rank)
             # the loader knows no epochs: it makes the batches from this step's to the last
@@ -150,9 +151,7 @@ class Session:
             with closing(batches(data, positions, plan, pin=group.device.type == "cuda")) as loaded:
                 return train(trainer, to_device(loaded, group.device))
         except LoaderError as error:  # known to this process only: the others cannot be told
-            folder.check_ours()
-            save_failure(folder.path, error, self._request)
-            _crash(trainer, error)
+            self._crash_for_good(trainer, error)
         except RunError as error:  # raised in all processes together, by `Group.raise_together`
             watchdog.stop()
             # the modules that raise it do not know the configuration
@@ -164,7 +163,16 @@ class Session:
                 group.shutdown()
                 raise
         except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
+            is_start = state.step < first_step + _FIRST_STEPS
+            if is_start and (shortage := part("explain shortage")(error, config, plan)):
+                self._crash_for_good(trainer, shortage)
             _crash(trainer, error, is_secondary=groups.is_peer_failure(error))
+
+    def _crash_for_good(self, trainer: Trainer, error: RunError) -> NoReturn:
+        """Exit at once, and save the failure for the next start."""
+        self._folder.check_ours()
+        save_failure(self._folder.path, error, self._request)
+        _crash(trainer, error)
 
     def finish(self, trainer: Trainer, evaluation: Evaluation) -> str:
         """Record the end and let the other processes go. Return the result line."""
