@@ -36,6 +36,8 @@ PARTS = {
     "check validation": "pipeline.addons.datasets.manifest:check_has_validation",
     "check data is there": "pipeline.addons.datasets.place:check_is_there",
     "check place of data": "pipeline.addons.datasets.place:check_run_is_outside",
+    "why not resident": "pipeline.addons.datasets.residence:why_not",
+    "resident images": "pipeline.addons.datasets.resident:load_images",
     "part of a JPEG": "pipeline.addons.datasets.jpeg_restarts:part",
     "deep pixels": "pipeline.addons.datasets.depth:grey",
     "check deep colours": "pipeline.addons.datasets.depth:check_colour",

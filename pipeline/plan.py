@@ -154,6 +154,8 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     compiles: bool
     compile_reason: str
     """The reason for compiling the model, or for not compiling it."""
+    not_resident: str = ""
+    """Why the training images do not live on the training device; "" if they do."""
     is_portable: bool
     portable_reason: str
     """Why the bits depend on the model of CPU, or do not; "" if the run is not deterministic."""

@@ -25,6 +25,8 @@ _STEPS_TO_REPAY_COMPILATION = 2_000
 An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
 shorter. A plan does not know the time of a step.
 """
+RESIDENT_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+"""Most bytes of a split's images that a process keeps on its device, with data.resident=auto."""
 
 
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
@@ -35,7 +37,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     num_sizes = len({images.image_size_in(epoch) for epoch in range(config.train.epochs)})
     compiles, compile_reason = _compilation(config, world, schedule.total_steps, num_sizes)
     is_portable, portable_reason = portability(config, world)
-    return Plan(
+    plan = Plan(
         **vars(divide_resources(config, world)),
         **vars(batch),
         **vars(schedule),
@@ -47,6 +49,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         is_portable=is_portable,
         portable_reason=portable_reason,
     )
+    return replace(plan, not_resident=part("why not resident")(config, plan, world))
 
 
 def divide_batch(config: Config, world: int) -> BatchSizes:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipeline.addons.datasets.resident import load_images
 from pipeline.addons.datasets.synthetic import SyntheticImages
 from pipeline.config.load import load, recipe_names
 from pipeline.data import loader, transfer
@@ -89,6 +90,7 @@ CASES = {
     "fsdp, two nodes": Case(
         "digits", ("parallel=fsdp", "fsdp.shard=node", "optimizer.name=adamw", "train.clip=1"), GPUS, nodes=2
     ),
+    "resident": Case("cifar10-96", ("data.num_images=64", "train.max_steps=none")),
     "exact": Case("digits", ("run.exact=true", "exact.shards=16"), GPUS),
     "lamb": Case("digits", ("optimizer.name=lamb",)),
     "muon": Case("digits", ("optimizer.name=muon",)),
@@ -130,7 +132,8 @@ def run(case: Case, result: Result) -> None:
     source = open_source(config)
     assert isinstance(source.val, SyntheticImages)
     source = replace(source, val=replace(source.val, count=10))
-    plan = make_plan(config, world, replace(IMAGENET, num_classes=config.data.num_classes))
+    size = replace(IMAGENET, train_images=config.data.num_images, num_classes=config.data.num_classes)
+    plan = make_plan(config, world, size)
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
         stop = StopRequest()
         watchdog = Watchdog(300, Path(os.devnull), 0, stop)
@@ -140,7 +143,12 @@ def run(case: Case, result: Result) -> None:
         plan = job.plan
         trainer = Trainer(job, process, state, Records())
         data = TrainBatches(source.train, config, plan, rank=0)
-        stream = transfer.to_device(batches(data, range(100), plan, pin=False), device)
+        resident = None
+        if not plan.not_resident:
+            resident = load_images(data, config, device, process.terminal.log, lambda: False)
+        maker = resident.draws if resident else data
+        stream = transfer.to_device(batches(maker, range(100), plan, pin=False), device)
+        stream = resident.augment(stream) if resident else stream
         with cuda.watch(result.evaluation):
             trainer.evaluator.evaluate(0, process.terminal, process.asked_to_stop)
         with cuda.watch(result.updates):

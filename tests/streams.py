@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline.addons.datasets.resident import load_images
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
@@ -71,8 +72,16 @@ def stream(
     """Return the global batches of `steps` and all image defects that any rank found."""
     config, plan, source = prepare(root, world, *overrides)
     positions = range(steps.start * plan.accumulate, steps.stop * plan.accumulate)
-    made = [TrainBatches(source.train, config, plan, rank) for rank in range(world)]
-    ranks = [list(batches(batch, positions, plan, pin=False)) for batch in made]
+    ranks = []
+    for rank in range(world):
+        data = TrainBatches(source.train, config, plan, rank)
+        if config.data.resident == "on":
+            resident = load_images(data, config, torch.device("cpu"), print, lambda: False)
+            assert resident
+            made = resident.augment(batches(resident.draws, positions, plan, pin=False))
+        else:
+            made = batches(data, positions, plan, pin=False)
+        ranks.append(list(made))
     global_batches = []
     for step in range(len(steps)):
         passes = slice(step * plan.accumulate, (step + 1) * plan.accumulate)

@@ -193,8 +193,8 @@ _CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
 
 MAY_CHANGE_ON_RESUME = (
     "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache",
-    "data.cache_gib", "data.workers", "data.prefetch", "data.max_bad", "train.max_steps", "train.epochs",
-    "checkpoint", "profile", "track",
+    "data.cache_gib", "data.workers", "data.prefetch", "data.resident", "data.max_bad", "train.max_steps",
+    "train.epochs", "checkpoint", "profile", "track",
 )  # fmt: skip
 """Keys, and sections with all their keys, that may differ between a run and its resumption.
 

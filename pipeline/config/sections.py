@@ -90,6 +90,10 @@ class Data(Section):
     """Loader processes per node, divided among its processes and rounded up. auto: one per CPU."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
     """Batches that each loader process prepares ahead."""
+    resident: Literal["auto", "on", "off"] = "auto"
+    """Decode images once, and keep them on the training device: validation images, and training
+    images with augment.pad and without augment.policy. The batches are the same. auto: if they take
+    little memory; on: if they take much, too, and fail where that is impossible; off: never."""
     val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """If data.root has no val/: share of the images for validation, by a hash of their names."""
     split_by: Literal["class", "file"] = "class"

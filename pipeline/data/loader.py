@@ -118,12 +118,15 @@ class TrainBatches(_Batches):
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
         batch = super().make_batch(position, following, allocate)
         if self.config.run.trace:
-            batch = batch._replace(digests=_digests(batch.images, batch.labels))
+            batch = batch._replace(digests=sample_digests(batch.images, batch.labels))
+        return batch._replace(mix=self.mix(position))
+
+    def mix(self, position: int) -> Tensor:
+        """Return how the images at a position are mixed, see `Batch.mix`."""
         step, micro = divmod(position, self.plan.accumulate)
         # the place of this pass in the global batch, on which the draw of a mix depends
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
-        seed, count = self.config.run.seed, len(batch.ids)
-        return batch._replace(mix=draw_mix(self.config.augment, seed, step, first, count))
+        return draw_mix(self.config.augment, self.config.run.seed, step, first, self.plan.micro_batch)
 
     def _keys(self, position: int) -> list[SampleKey]:
         step, micro = divmod(position, self.plan.accumulate)
@@ -215,7 +218,7 @@ def batches(
             raise LoaderError(f"loader workers cannot start: {error.strerror}", remedy) from None
 
 
-def _digests(pixels: Tensor, labels: Tensor) -> Tensor:
+def sample_digests(pixels: Tensor, labels: Tensor) -> Tensor:
     """Return the SHA-256 of each sample's pixels [3, H, W] and label (8 bytes), [B, 32] uint8."""
     digests = bytearray()
     for image, label in zip(pixels, labels.tolist(), strict=True):

@@ -85,9 +85,10 @@ def _receive(pipe: Connection) -> Batch:
         fields, shape = pipe.recv() or pipe.recv()  # None: it has started
         if isinstance(fields, str):
             raise RuntimeError(f"in a loader worker: {fields}")
-        file = recv_handle(pipe)
-        images = _map_images(file, shape)
-        os.close(file)
+        if shape:
+            file = recv_handle(pipe)
+            fields["images"] = _map_images(file, shape)
+            os.close(file)
     except (EOFError, OSError) as error:
         raise WorkersDiedError(str(error) or "its pipe was closed") from None
     with suppress(OSError):  # it may have made its last batch, and have left
@@ -95,7 +96,7 @@ def _receive(pipe: Connection) -> Batch:
     tensors = {
         name: torch.from_numpy(field) for name, field in fields.items() if isinstance(field, np.ndarray)
     }
-    return Batch(images, **fields | tensors)
+    return Batch(**fields | tensors)
 
 
 def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connection, parent: int) -> None:
@@ -134,7 +135,9 @@ def _send(pipe: Connection, make: MakeBatch, position: int, following: Sequence[
 
     try:
         fields = make(position, following, allocate)._asdict()
-        shape = tuple(fields.pop("images").permute(0, 2, 3, 1).shape)  # as they are in memory
+        shape: tuple[int, ...] = ()
+        if file >= 0:  # else there are no pixels, see `Batch.images`
+            shape = tuple(fields.pop("images").permute(0, 2, 3, 1).shape)  # as they are in memory
         arrays = {
             name: field.numpy() if isinstance(field, Tensor) else field for name, field in fields.items()
         }
@@ -143,8 +146,9 @@ def _send(pipe: Connection, make: MakeBatch, position: int, following: Sequence[
         pipe.send((traceback.format_exc(), ()))
         return
     pipe.send((arrays, shape))
-    send_handle(pipe, file, 0)
-    os.close(file)  # the kernel keeps the memory as long as a process has it mapped
+    if shape:
+        send_handle(pipe, file, 0)
+        os.close(file)  # the kernel keeps the memory as long as a process has it mapped
 
 
 def allocate(count: int, size: int) -> Tensor:

@@ -14,6 +14,7 @@ answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from pipeline.group import Group
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
+from pipeline.planning import RESIDENT_BYTES
 from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
@@ -59,6 +61,12 @@ class Evaluator:
         self._model, self._predict = model, predict
         self._data = EvalBatches(images, config)
         self._config, self._resources, self._group = config, resources, group
+        # of a small set, the batches of the first evaluation serve the later ones
+        self._kept: list[Batch] = []
+        size = evaluation_geometry(config.evaluate, config.augment)[0]
+        num_bytes = len(images) * 3 * size**2 // group.size
+        is_small = num_bytes <= RESIDENT_BYTES[group.device.type] or config.data.resident == "on"
+        self._keeps = is_small and config.data.resident != "off"
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
 
     def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:
@@ -69,13 +77,9 @@ class Evaluator:
         terminal: shows the progress.
         """
         group, device = self._group, self._group.device
-        loader = batches(
-            self._data,
-            range(group.rank, len(self._data), group.size),
-            self._resources,
-            pin=device.type == "cuda",
-        )
-        loaded = to_device(loader, device)
+        positions = range(group.rank, len(self._data), group.size)[len(self._kept) :]
+        loader = batches(self._data, positions, self._resources, pin=device.type == "cuda")
+        loaded = chain(tuple(self._kept), to_device(loader, device))
         # a column for each image, see `_count`
         counts = torch.zeros((7, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
@@ -89,6 +93,9 @@ class Evaluator:
                 for done in range(1, rounds + 1):
                     batch = next(loaded, None)
                     if batch is not None:
+                        if self._keeps and done > len(self._kept):
+                            # a copy, since each batch of a worker on the CPU is a mapped file
+                            self._kept.append(batch._replace(images=batch.images.clone()))
                         first = int(batch.ids[0])
                         counts[:, first : first + len(batch.ids)] = self._count(batch)
                         defects += batch.defects

@@ -148,8 +148,14 @@ class Session:
             # the loader knows no epochs: it makes the batches from this step's to the last
             positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
             watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
-            with closing(batches(data, positions, plan, pin=group.device.type == "cuda")) as loaded:
-                return train(trainer, to_device(loaded, group.device))
+            resident = None
+            if not plan.not_resident:
+                load = part("resident images")
+                resident = load(data, config, group.device, self._terminal.log, process.asked_to_stop)
+            maker = resident.draws if resident else data
+            with closing(batches(maker, positions, plan, pin=group.device.type == "cuda")) as loaded:
+                arrived = to_device(loaded, group.device)
+                return train(trainer, resident.augment(arrived) if resident else arrived)
         except LoaderError as error:  # known to this process only: the others cannot be told
             self._crash_for_good(trainer, error)
         except RunError as error:  # raised in all processes together, by `Group.raise_together`

@@ -28,7 +28,7 @@ from pipeline.record.folder import RunFolder
 
 _DESCRIBES_MACHINE = {
     "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason",
-    "notes", "last_step",
+    "not_resident", "notes", "last_step",
 }  # fmt: skip
 """Fields of a plan that depend on the machine, texts, and last_step, which is compared apart."""
 _FROM_START = ("world", "threads", "epochs", "device_type")

@@ -45,6 +45,7 @@ def rows(plan: Plan) -> dict[str, str]:
         "epoch": f"{plan.steps_per_epoch:,} steps = ⌊{plan.train_images:,} / {plan.global_batch}⌋ ({rest})",
         "steps": f"{plan.last_step:,}{total} ({epochs:.4g} epochs)",
         "images": f"{plan.image_size} px{growth}{repeats}; {plan.eval_size} px in validation",
+        "resident": f"no: {plan.not_resident}" if plan.not_resident else "yes, on the training device",
         "compiled": ("yes: " if plan.compiles else "no: ") + plan.compile_reason,
         "portable": ("yes: " if plan.is_portable else "no: ") + plan.portable_reason
         if plan.portable_reason
