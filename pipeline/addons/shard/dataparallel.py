@@ -19,6 +19,8 @@ class DataParallelStrategy(Strategy):
     def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         if self.group.device.type == "cpu":
             return model
+        # cuDNN's findings are kept by thread, and each forward pass has new threads
+        torch.backends.cudnn.benchmark = False
         parallel = nn.DataParallel(AutocastModel(model))
         return lambda pixels: parallel(pixels, torch.get_autocast_dtype(pixels.device.type))
 
