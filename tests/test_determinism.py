@@ -35,6 +35,18 @@ def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, n
     assert job(tmp_path / "run", digits, nproc=nproc).run_in_forks().done["weights"][:16] == WEIGHTS[nproc]
 
 
+@pytest.mark.full
+def test_gradients_copied_together_as_on_a_gpu_give_the_same_weights(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, nproc=2)
+    run.prelude = (
+        "from pipeline.parallel import ddp\n"
+        "plain = ddp.DistributedDataParallel\n"
+        "options = {ddp._BATCHED_COPY: True} if ddp._BATCHED_COPY in ddp._OPTIONS else {}\n"
+        "ddp.DistributedDataParallel = lambda model, **others: plain(model, **others, **options)\n"
+    )
+    assert run.run_in_forks().done["weights"][:16] == WEIGHTS[2]
+
+
 @pytest.mark.fault("F3")
 @pytest.mark.full
 def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:

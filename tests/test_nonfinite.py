@@ -9,6 +9,7 @@ from streams import make_trainer
 from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError
 from pipeline.guards.nonfinite import DeviceLossGuard, LossGuard
+from pipeline.record.checkpoint import copy_to_host
 from pipeline.train import loop
 
 
@@ -85,3 +86,21 @@ def test_the_cpu_guard_finds_a_bad_loss_before_the_update(digits: Path) -> None:
     assert type(run.state.loss_guard) is LossGuard
     assert run.step(with_nan=True)
     assert "the loss is nan at step 1 on rank 0" in str(run.state.loss_guard.error())
+
+
+def test_lamb_with_the_kernels_of_a_gpu_makes_the_same_step_and_resumes(digits: Path) -> None:
+    """On a GPU, timm's LAMB updates all tensors of a group at once (`foreach`)."""
+    one_by_one, at_once, resumed = (Run(digits, "optimizer.name=lamb") for _ in range(3))
+    for run, foreach in ((one_by_one, False), (at_once, True), (resumed, True)):
+        for group in run.state.optimizer.param_groups:
+            group["foreach"] = foreach
+    before = at_once.weights()
+    for run in (one_by_one, at_once):
+        run.step()
+    assert not torch.equal(before[0], at_once.weights()[0])
+    for expected, found in zip(one_by_one.weights(), at_once.weights(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    resumed.state.load_dict(copy_to_host(at_once.state.to_dict(at_once.state.totals)), is_main=True)
+    for run in (at_once, resumed):
+        run.step()
+    assert all(map(torch.equal, at_once.weights(), resumed.weights()))

@@ -25,12 +25,11 @@ from pipeline.group import Group
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
+_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 # torch 2.14 renamed the option
-_LOCAL_BUFFERS: dict[str, Any] = (
-    {"forward_sync_buffers": False}
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else {"broadcast_buffers": False}
-)
+_LOCAL_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+_BATCHED_COPY = "batched_grad_copy"
+"""Copies the gradients of a bucket with one kernel, if torch has the option (2.14 does)."""
 
 
 class DDPStrategy(Strategy):
@@ -40,12 +39,12 @@ class DDPStrategy(Strategy):
         self._averages_buffers = config.model.batchnorm == "average"
         if config.model.batchnorm == "sync":
             synchronise_batch_norm(model)
-        self._ddp = DistributedDataParallel(
-            model,
-            device_ids=[group.device] if group.device.type == "cuda" else None,
-            gradient_as_bucket_view=True,
-            **_LOCAL_BUFFERS,
-        )
+        options: dict[str, Any] = {"gradient_as_bucket_view": True, _LOCAL_BUFFERS: False}
+        if group.device.type == "cuda":
+            options["device_ids"] = [group.device]
+            if _BATCHED_COPY in _OPTIONS:  # not on a CPU: of 3 processes it would round otherwise
+                options[_BATCHED_COPY] = True
+        self._ddp = DistributedDataParallel(model, **options)
         if config.train.gradient_dtype == "bf16":
             self._ddp.register_comm_hook(None, bf16_compress_hook)
         self._run_model = self._compiled(self._ddp)
