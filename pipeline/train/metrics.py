@@ -29,7 +29,7 @@ class Metrics:
     def __init__(self, config: Config, plan: Plan, process: Process, stragglers: Any) -> None:
         self._plan, self._group, self._timer = plan, process.group, process.timer
         self._stragglers = stragglers
-        self._mfu = part("mfu meter")(config, plan.num_classes, plan.world, process.group.device)
+        self._mfu = part("mfu meter")(config, plan, process.group)
         self._pop_failed_reads = part("failed reads") if is_bucket(config.data.root) else list
         self._has_new_steps = False
         self._timer.pop()  # the time before this is not training

@@ -6,42 +6,50 @@ states for dense matrices in the precision of the run. A device that is not in t
 precision without such a rate, has no figure.
 """
 
+import re
+from contextlib import suppress
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.schema import Config
 from pipeline.config.sections import Model
+from pipeline.group import Group
 from pipeline.model.architectures import meta_model
+from pipeline.plan import Plan
 
-# dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first name that is part of the
+# dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first whose words are in the
 # device's own name
 _PEAKS = (
-    ("B200", 2.25e15), ("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12),
-    ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12),
+    ("B200", 2.25e15), ("GH200", 989e12), ("H200 NVL", 835e12), ("H200", 989e12), ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12),
 )  # fmt: skip
 _SHARE_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
 
 
 class MfuMeter:
-    """Measures a job on `devices` devices like this one."""
+    """Measures a job whose devices are all like this one."""
 
-    def __init__(self, config: Config, num_classes: int, devices: int, device: torch.device) -> None:
-        self._options, self._num_classes = config.model, num_classes
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        peak = next((peak for part, peak in _PEAKS if part in name), 0)
-        self._peak = peak * devices * _SHARE_OF_PEAK.get(config.train.precision, 0)
+    def __init__(self, config: Config, plan: Plan, group: Group) -> None:
+        name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
+        self._peak = plan.world * peak_of(name) * _SHARE_OF_PEAK.get(config.train.precision, 0)
         self._flops: dict[int, int] = {}
+        """Of one image, by its side in px."""
+        if self._peak and group.is_main:  # which alone reports
+            with suppress(Exception):  # a model of the user's that needs values, not only shapes
+                for size in plan.image_sizes:
+                    self._flops[size] = flops_per_image(config.model, plan.num_classes, size)
 
     def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
         """Return the metrics of a job at `images_per_s` images of `size` × `size` px."""
-        if not self._peak:
-            return {}
-        if size not in self._flops:
-            try:
-                self._flops[size] = flops_per_image(self._options, self._num_classes, size)
-            except Exception:  # a model of the user's that needs values, not only shapes
-                self._flops[size] = 0
-        return {"time/mfu": images_per_s * self._flops[size] / self._peak} if self._flops[size] else {}
+        flops = self._flops.get(size)
+        return {"time/mfu": images_per_s * flops / self._peak} if flops else {}
+
+
+def peak_of(name: str) -> float:
+    """Return the FLOP/s of a device by its name; 0 if it is unknown, or a part of one (MIG)."""
+    known = (peak for words, peak in _PEAKS if re.search(rf"\b{words}\b", name))
+    return 0 if "MIG" in name else next(known, 0)
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:
