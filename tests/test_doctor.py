@@ -28,6 +28,7 @@ from pipeline.data import images
 from pipeline.data.sources import open_source
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
+from pipeline.plan import DataSize
 from pipeline.planning import make_plan, request_digest
 from pipeline.record.failure import load_failure, save_failure
 from pipeline.record.folder import RunFolder
@@ -168,7 +169,12 @@ def test_what_the_machine_lacks_is_named_with_its_remedy(
         checks.check_cpu_per_process(HERE.resized(4))
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
     with pytest.raises(errors.RequestError, match=r"need about 1.5 GiB, but only 1.0 GiB .*: give the"):
-        checks.check_memory(make_plan(config, HERE, open_source(config).size))
+        checks.check_memory(make_plan(config, HERE, open_source(config).size), on_gpu=False)
+    config = load("digits", ["batch.global=1200", "augment.size=224", "evaluate.batch=100"])
+    plan = make_plan(config, World(size=8, local_size=8, cpus=96), DataSize(9600, 960, 10))
+    for on_gpu, gib in ((False, "39.3"), (True, "40.4")):  # 8 × 3 × (32 + 16) MiB are pinned
+        with pytest.raises(errors.RequestError, match=f"need about {gib} GiB"):
+            checks.check_memory(plan, on_gpu=on_gpu)
 
 
 def test_a_disk_that_is_small_or_not_shared_is_named(small_disk: Path, digits: Path) -> None:

@@ -162,7 +162,8 @@ def _check_machine(
     warn("CPUs", lambda: machine.check_cpu_per_process(here))
     if findings.error or not source or not plan:
         return
-    warn("memory", lambda: machine.check_memory(plan))
+    on_gpu = here.uses_gpu(config.run.device)
+    warn("memory", lambda: machine.check_memory(plan, on_gpu=on_gpu))
     warn("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here))
     findings.check("disk space", lambda: machine.check_disk_space(config, plan, folder))
     warn("decoding", lambda: machine.check_images_decode(source))

@@ -33,10 +33,15 @@ def check_cpu_per_process(here: World) -> str:
     return f"{here.cpus} available, {here.local_size} needed"
 
 
-def check_memory(plan: Plan) -> str:
+def check_memory(plan: Plan, *, on_gpu: bool) -> str:
     """Check that memory is enough for the processes, their workers and their batches."""
     workers = plan.workers * plan.local_world
-    needed = (plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.prefetch_bytes) / _GIB
+    batches = plan.prefetch_bytes
+    if on_gpu:
+        pixels = plan.micro_batch * plan.image_size**2, plan.eval_batch * plan.eval_size**2
+        # pinned: one in use, one ahead, one being copied; torch rounds each up to a power of two
+        batches += 3 * plan.local_world * sum(1 << (3 * size - 1).bit_length() for size in pixels)
+    needed = (plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + batches) / _GIB
     available = machine.available_memory() / _GIB
     if needed > available:
         problem = f"{plan.local_world} processes and {workers} loader workers need about {needed:.1f} GiB"
