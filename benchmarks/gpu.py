@@ -1,42 +1,63 @@
-"""Measure everything that needs a GPU, on one GPU, part by part, and end after 7 minutes.
+"""Measure and check everything that needs a GPU, on one GPU, part by part.
 
-  python benchmarks/gpu.py --images data/imagenette/train
-  python benchmarks/gpu.py --only checks
+  python benchmarks/gpu.py --images data/imagenette/train --write rows.txt
+  python benchmarks/gpu.py --limit 300 --only checks --only anatomy
 
-Each row is printed as soon as it is known. Its command runs in a process of its own, so that it
-frees its memory and, if it fails, the rest still runs. MLflow and a network are not needed.
+A part starts only if the seconds that an H100 needs for it are left of --limit, it ends after twice
+as many, and if it fails, the rest still runs. Each row is printed as soon as it is known. MLflow
+and a network are not needed.
 
+  facts       the machine
+  anatomy     one update: hidden waits, kernels, the host's time; see anatomy.py
   headline    our loop and the minimal loop in bf16, eager and compiled
-  bf16, fp16  the same, with the loops of torchvision and timm
-  jpeg        our loop with the data loader, from the images of --images
-  checks      doctor, accuracy, bit-identical repetition and resumption, SIGTERM
+  checks      SIGKILL, SIGTERM, bit-identical resumption and repetition, accuracy, doctor
+  nan         the end of a run whose loss is not finite
+  jpeg, pack  our loop with the data loader, from the images of --images, and from a pack of them
+  cifar       cifar10-fast from the folder --cifar, as it is, and compiled without determinism
+  graphs      a small model, compiled, without and with CUDA graphs
+  bf16, fp16  as headline, with the loops of torchvision and timm
+  memory      the largest pass, and a batch that needs two
+  against     our loop and that of the checkout --against, in turn
 """
 
+import json
+import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
-from typing import Any
+from statistics import mean
+from subprocess import DEVNULL, PIPE, Popen
+from threading import Timer
 
-import torch
-from rounds import TurnError, run_script
+from anatomy import ROWS
+from data import link_images
+from rounds import TurnError, row, run_script
 
 from pipeline import machine
 from pipeline.cli.arguments import Parser, add_overrides, path, positive_int
 from pipeline.config.load import load
-from pipeline.errors import TemporaryError, one_line
+from pipeline.errors import NotFiniteError, TemporaryError, one_line
 
-_TIME_LIMIT_S = 420
 _MODEL = (
     "model.arch=resnet50", "model.channels_last=true", "augment.size=224", "train.precision=bf16",
     "data.source=synthetic", "data.num_images=4096", "train.epochs=10000",
 )  # fmt: skip
-_PARTS = {"headline": 70, "bf16": 50, "fp16": 75, "jpeg": 55, "checks": 90}  # seconds on one H100, estimated
+_SMALL = ("model.arch=resnet18_cifar", "augment.size=32", "batch.global=128")
+_COMPILED = ("run.deterministic=false", "train.compile=on", "evaluate.every=4 epochs")
+_PIPELINE, _UNTRACKED = ("-P", "-m", "pipeline"), ("track.uri=none", "track.report=false")
+_PARTS = {  # seconds on one H100; those of checks, pack, fp16, memory and against are estimates
+    "facts": 12, "anatomy": 75, "headline": 90, "checks": 130, "nan": 15, "jpeg": 95, "pack": 95, "cifar": 75,
+    "graphs": 100, "bf16": 60, "fp16": 75, "memory": 100, "against": 160,
+}  # fmt: skip
+_ANATOMY = {"facts": ROWS[:1], "anatomy": ROWS[1:-1], "memory": ROWS[-1:]}
+_NEEDS_GPU = ("graphs", "fp16", "memory")
+_NEEDS_FOLDER = {"jpeg": "images", "pack": "images", "cifar": "cifar", "against": "against"}
 
 
 class Suite:
@@ -44,70 +65,130 @@ class Suite:
 
     def __init__(self, folder: Path, options: Namespace) -> None:
         self._folder, self._options = folder, options
-        self._deadline = time.monotonic() + _TIME_LIMIT_S
+        self._model = [*_MODEL, f"batch.global={options.batch}", *options.overrides]
+        self._is_on_cpu = load("digits", self._model).run.device == "cpu"
+        if not self._is_on_cpu and not machine.has_gpu():
+            raise machine.no_gpu_error()
+        self._end = self._part_end = time.monotonic() + options.limit
         self._weights: dict[str, str] = {}  # mode -> digest of the weights of its first run
-        self.failed: list[str] = []  # rows
+        self._log: list[str] = []  # of the last command
+        self.failed: list[str] = []  # rows, and parts without time
 
     def measure(self, part: str) -> None:
-        """Run a part and print its rows."""
+        """Run a part, if it can run here and its time is left, and print its rows."""
+        seconds, left, folder = _PARTS[part], self._end - time.monotonic(), _NEEDS_FOLDER.get(part)
+        self._part_end = min(self._end, time.monotonic() + 2 * seconds)
+        self._print(f"{part}, about {seconds} s on an H100:")
+        if folder and not getattr(self._options, folder):
+            self._print(f"  not run: give --{folder} DIR")
+        elif part in _NEEDS_GPU and self._is_on_cpu:
+            self._print("  not run: needs a GPU")
+        elif left < seconds:
+            self._print(f"  {part:<20} FAILED: not run, {left:.0f} s are left")
+        else:
+            self._measure(part)
+
+    def _measure(self, part: str) -> None:
+        images, pack = self._folder / "images", self._folder / "pack"
+        if part in ("jpeg", "pack") and not images.exists():
+            link_images(self._options.images, images, at_least=8 * self._options.batch)
         match part:
+            case "facts" | "anatomy" | "memory":
+                rows = [f"--only={name}" for name in _ANATOMY[part]]
+                self._row(part, self._show, "anatomy", *rows, *self._model)
             case "headline":
-                self._row(part, self._compare_loops, "plain", 5, 20)
+                self._loops(part, "plain", 5, 20)
             case "bf16" | "fp16":
-                others = "torchvision timm plain"
-                self._row(part, self._compare_loops, others, 3, 12, f"train.precision={part}")
-            case "jpeg" if self._options.images:
-                words = ("data.source=folder", f"data.root={self._options.images}")
-                self._row(part, self._compare_loops, "plain loaded", 2, 12, *words)
+                self._loops(part, "torchvision timm plain", 3, 12, f"train.precision={part}")
             case "jpeg":
-                print("  not run: give --images DIR")
+                words = ("data.source=folder", f"data.root={images}")
+                self._loops(part, "plain loaded", 2, 12, *words)
+            case "pack":
+                self._row("pipeline data pack", self._run, *_PIPELINE, "data", "pack", str(images), str(pack))
+                words = ("data.source=pack", f"data.root={pack}")
+                self._loops(part, "loaded", 2, 12, *words)
+            case "graphs":
+                for mode in ("on", "reduce-overhead"):
+                    self._loops(mode, "plain", 3, 60, *_SMALL, f"train.compile={mode}")
             case "checks":
-                self._row("doctor", lambda: self._run(*self._train("doctor", command="doctor")) and "ok")
-                self._row("digits", self._reach_target)
+                self._row("SIGKILL", self._stop, signal.SIGKILL)
+                self._row("SIGTERM", self._stop, signal.SIGTERM)  # of the run that resumes after SIGKILL
+                self._row("resumed", self._compare_weights, "deterministic", "stopped")
                 for mode in ("deterministic", "exact"):
                     for run in (mode, f"{mode}-again"):
                         self._row(run, self._compare_weights, mode, run)
-                self._row("SIGTERM", self._stop, signal.SIGTERM)
-                self._row("SIGKILL", self._stop, signal.SIGKILL)
-                self._row("resumed", self._compare_weights, "deterministic", "stopped")
+                self._row("digits", self._reach_target)
+                self._row("doctor", lambda: self._run(*self._digits("doctor", command="doctor")) and "ok")
+            case "cifar":
+                self._row("as it is", self._train_cifar, "as-it-is")
+                self._row("compiled", self._train_cifar, "compiled", *_COMPILED)
+            case "nan":
+                self._row(part, self._diverge)
+            case "against":
+                self._row(part, self._compare_checkouts)
 
-    def _row(self, name: str, measure: Callable[..., str], *arguments: Any) -> None:
-        """Print what `measure` returns, or why it failed."""
-        start = time.monotonic()
-        try:
-            text = measure(*arguments)
-        except Exception as error:
-            text = f"FAILED: {error if isinstance(error, TurnError) else repr(error)}"
-            self.failed.append(name)
-        print(f"  {name:<20} {text} [{time.monotonic() - start:.0f} s]", flush=True)
+    def _print(self, text: str) -> None:
+        """Print a line, and add it to the file of --write."""
+        print(text, flush=True)
+        if self._options.write:
+            with self._options.write.open("a", encoding="utf-8") as file:
+                print(text, file=file)
+        if " FAILED: " in text:
+            self.failed.append(text[:22].strip())
 
-    def _compare_loops(self, loops: str, rounds: int, steps: int, *words: str) -> str:
-        """Run loop.py, which prints its rows."""
-        flags = [f"--rounds={rounds}", f"--steps={steps}", *(f"--only={name}" for name in loops.split())]
-        model = [*_MODEL, f"batch.global={self._options.batch}", *self._options.overrides, *words]
-        self._run(str(Path(__file__).with_name("loop.py")), *flags, *model, stdout=None)
-        return f"{rounds} rounds"
+    def _row(self, name: str, measure: Callable[..., str], *arguments: object) -> None:
+        self._print(row(name, measure, *arguments))
+
+    def _show(self, script: str, *arguments: str) -> str:
+        """Run a script of this folder, which prints rows."""
+        self._run(str(Path(__file__).with_name(f"{script}.py")), *arguments, prints=True)
+        return "done"
+
+    def _loops(self, name: str, loops: str, rounds: int, steps: int, *words: str) -> None:
+        flags = [*self._size(rounds, steps), *(f"--only={loop}" for loop in loops.split())]
+        self._row(name, self._show, "loop", *flags, *self._model, *words)
+
+    def _size(self, rounds: int, steps: int) -> list[str]:
+        if self._options.quick:
+            rounds, steps = 1, 2
+        return [f"--rounds={rounds}", f"--steps={steps}"]
+
+    def _compare_checkouts(self) -> str:
+        """Run loop.py of this checkout and of --against in turn, twice; compare the means."""
+        here, there = str(Path(__file__).parents[1]), str(self._options.against.absolute())
+        flags = ["--json", "--only=plain", *self._size(3, 20)]
+        speeds: dict[str, dict[str, list[float]]] = defaultdict(lambda: {here: [], there: []})
+        for folder in (here, there, here, there):
+            found = self._run(f"{folder}/benchmarks/loop.py", *flags, *self._model, PYTHONPATH=folder)
+            for figures in json.loads(found)["rows"]:
+                speeds[figures["name"]][folder].append(figures["images_per_s"])
+        for name, of in speeds.items():
+            ratio = mean(of[here]) / mean(of[there])
+            self._print(f"  {name:<20} here {of[here]}, there {of[there]} images/s, ratio {ratio:.3f}")
+        return there
 
     def _reach_target(self) -> str:
-        line = self._run(*self._train("accuracy"))
+        """Train the digits to the end, and profile five steps."""
+        line = self._run(*self._digits("accuracy"), "profile.steps=20-24")
         top1 = float(line.rpartition("top1=")[2].split()[0])
         if top1 < 0.97:
             raise TurnError(f"top1={top1:.4f} is below 0.97")
-        return f"ok: top1={top1:.4f}"
+        profiles = [file.name for file in self._folder.glob("accuracy/report/profile-*")]
+        return f"ok: top1={top1:.4f}, {profiles}"
 
     def _compare_weights(self, mode: str, run: str) -> str:
         """Train, or resume, a short run; fail if another one of its mode had other weights."""
-        weights = self._run(*self._train(run, mode)).rpartition("sha256:")[2][:8]
+        weights = self._run(*self._digits(run, mode)).rpartition("sha256:")[2][:8]
         if weights != self._weights.setdefault(mode, weights):
             raise TurnError(f"weights {weights} differ from {self._weights[mode]}")
         return f"ok: weights {weights}"
 
     def _stop(self, number: int) -> str:
         """Start or resume a short run, and signal it when it has saved."""
-        command = [sys.executable, *self._train("stopped", "deterministic")]
+        command = [sys.executable, *self._digits("stopped", "deterministic")]
         folder = self._folder / "stopped/checkpoints"
         before = set(folder.glob("step-*.pt"))
-        with subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
+        with Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
             try:
                 while process.poll() is None and set(folder.glob("step-*.pt")) <= before:
                     self._seconds_left()
@@ -121,28 +202,57 @@ class Suite:
             raise TurnError(f"exit {code}")  # 0: it ended before it could be stopped
         return f"ok: exit {code} after {time.monotonic() - start:.1f} s"
 
-    def _train(self, run: str, mode: str = "", command: str = "train") -> list[str]:
-        """Return the command that trains the digits: to the end, or in a mode for three epochs."""
-        words = ["-P", "-m", "pipeline", command, "digits", f"run.dir={self._folder / run}", "track.uri=none"]
-        short = ["train.max_steps=42", f"run.{mode}=true"] if mode else []
-        data = f"data.root={self._folder / 'digits'}"
-        return [*words, "track.report=false", data, *short, *self._options.overrides]
+    def _diverge(self) -> str:
+        words = ("optimizer.lr=1e6", "train.precision=bf16", "model.channels_last=true")
+        self._run(*self._digits("nan"), *words, code=NotFiniteError.code)
+        return f"ok: {self._log[-1]}"
 
-    def _run(self, *arguments: str, stdout: int | None = PIPE) -> str:
-        """Run Python; return its output. Raises TurnError if it fails or no time is left."""
-        try:
-            done = subprocess.run(
-                [sys.executable, *arguments], stdout=stdout, stderr=PIPE, encoding="utf-8", errors="replace",
-                timeout=self._seconds_left(), check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise TurnError("not finished: no time left") from None
-        if done.returncode:
-            raise TurnError(f"exit {done.returncode}: {one_line(done.stderr[-200:])}")
-        return done.stdout or ""
+    def _train_cifar(self, run: str, *words: str) -> str:
+        command = [*_PIPELINE, "train", "cifar10-fast", f"data.root={self._options.cifar}", *_UNTRACKED]
+        command += [f"run.dir={self._folder / run}", *words, *self._options.overrides]
+        result = self._run(*command).partition(" weights")[0]
+        return f"{result}; {' '.join(line for line in self._log if ' since the start' in line)}"
+
+    def _digits(self, run: str, mode: str = "", command: str = "train") -> list[str]:
+        """Return the command that trains the digits: to the end, or in a mode for three epochs."""
+        words = [*_PIPELINE, command, "digits", f"run.dir={self._folder / run}", *_UNTRACKED]
+        short = ["train.max_steps=42", "checkpoint.every=4 steps", f"run.{mode}=true"] if mode else []
+        return [*words, f"data.root={self._folder / 'digits'}", *short, *self._options.overrides]
+
+    def _run(self, *arguments: str, code: int = 0, prints: bool = False, **env: str) -> str:
+        """Run Python; keep its log, and return its output.
+
+        prints: also print its lines at once. Raises TurnError if it exits with another code, or if
+        the part's time ends before it.
+        """
+        lines = []
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log, Popen(
+            [sys.executable, *arguments], stdout=PIPE, stderr=log, encoding="utf-8", errors="replace",
+            env={**os.environ, **env}, start_new_session=True,
+        ) as process:  # fmt: skip
+            limit = Timer(self._seconds_left(), os.killpg, (process.pid, signal.SIGKILL))
+            limit.start()
+            try:
+                assert process.stdout
+                for line in process.stdout:
+                    lines.append(line)
+                    if prints:
+                        self._print(line.rstrip())
+                process.wait()
+            finally:
+                limit.cancel()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # all that it started
+            log.seek(0)
+            self._log = log.read().splitlines()
+        if process.returncode != code:
+            end = one_line("; ".join(self._log)[-500:], 500)  # with the last rounds of a comparison
+            late = "no time left, " if time.monotonic() >= self._part_end else ""
+            raise TurnError(f"{late}exit {process.returncode}: {end}")
+        return "".join(lines).strip()
 
     def _seconds_left(self) -> float:
-        left = self._deadline - time.monotonic()
+        left: float = self._part_end - time.monotonic()
         if left <= 0:
             raise TurnError("not run: no time left")
         return left
@@ -150,18 +260,11 @@ class Suite:
 
 def measure(options: Namespace) -> str:
     """Run the parts, all or those in --only, and return a last line."""
-    config = load("digits", [*_MODEL, f"batch.global={options.batch}", *options.overrides])
-    if config.run.device != "cpu" and not machine.has_gpu():
-        raise machine.no_gpu_error()
-    name = "CPU" if config.run.device == "cpu" else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}, {machine.available_cpus()} CPUs, {config.model.arch}")
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipeline-gpu-", ignore_cleanup_errors=True) as scratch:
         suite = Suite(Path(scratch), options)
-        for part, seconds in _PARTS.items():
-            if not options.only or part in options.only:
-                print(f"{part}, about {seconds} s on an H100:", flush=True)
-                suite.measure(part)
+        for part in options.only or _PARTS:
+            suite.measure(part)
     failed = f"FAILED: {', '.join(suite.failed)}" if suite.failed else "nothing failed"
     return f"{failed}; {time.monotonic() - start:.0f} s"
 
@@ -169,9 +272,14 @@ def measure(options: Namespace) -> str:
 if __name__ == "__main__":
     parser = Parser(description=__doc__)
     add_overrides(parser)
-    help = f"run only this part (repeat it for more): {', '.join(_PARTS)}"
-    parser.add_argument("--only", action="append", choices=list(_PARTS), metavar="PART", help=help)
-    parser.add_argument("--images", type=path, metavar="DIR", help="an image folder, preferably of photos")
-    help = "images per step (default 256)"
-    parser.add_argument("--batch", type=positive_int, default=256, metavar="N", help=help)
+    add = parser.add_argument
+    help = f"run this part only (repeat it for more; their order counts): {', '.join(_PARTS)}"
+    add("--only", action="append", choices=list(_PARTS), metavar="PART", help=help)
+    add("--limit", type=positive_int, default=1200, metavar="S", help="seconds for all (default 1200)")
+    add("--write", type=path, metavar="FILE", help="also add the rows to this file")
+    add("--images", type=path, metavar="DIR", help="an image folder, preferably of photos")
+    add("--cifar", type=path, metavar="DIR", help="CIFAR-10 as an image folder")
+    add("--against", type=path, metavar="DIR", help="another checkout of this project")
+    add("--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)")
+    add("--quick", action="store_true", help="compare two steps in one round, to try the script itself")
     run_script(parser, measure)

@@ -1,6 +1,7 @@
 """Compare our training loop with a minimal torch loop and with those of torchvision and timm.
 
   python benchmarks/loop.py model.arch=resnet50 augment.size=224 train.precision=bf16
+  torchrun --nproc-per-node 2 benchmarks/loop.py --only plain run.exact=true
 
 Rows, all with the same model, batch and device:
 
@@ -9,8 +10,9 @@ Rows, all with the same model, batch and device:
   plain              our loop, checks and metrics included, with the same batch
   loaded             our loop with our data loader, which on a CPU uses the same cores
 
-If the plan compiles the model, each row appears once more, compiled. Their ratios refer to the
-compiled reference, and its own ratio to the eager one.
+Of several processes only our loop exchanges gradients. If the plan compiles the model, each row
+appears once more, compiled. Their ratios refer to the compiled reference, and its own ratio to the
+eager one.
 """
 
 import os
@@ -51,7 +53,6 @@ from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
 from pipeline.supervision import this_world
-from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
 from pipeline.train.loop import Trainer, update_once
@@ -80,48 +81,51 @@ class Setup:
         """Return the first batch, already on the device, so that no step includes the copy."""
         return next(to_device(iter([self.data()[0]]), self.group.device))
 
-    def title(self, details: str = "") -> str:
-        config = self.config
-        model = f"{config.model.arch}, {config.augment.size} px, batch {self.plan.global_batch}"
-        return f"{model}, {config.train.precision}, {self.group.device}{details}"
+    def title(self) -> str:
+        config, plan = self.config, self.plan
+        model = f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}"
+        return f"{model}, {config.train.precision}, {plan.world} × {self.group.device.type}"
 
 
-def prepare(config: Config, *, deterministic: bool) -> Setup:
+def prepare(config: Config) -> Setup:
     """Configure torch for this process and open the data."""
     world = this_world()
-    threads = max(1, world.cpus // world.local_size)
-    randomness.configure_torch(deterministic=deterministic, precision=config.train.precision, threads=threads)
+    randomness.configure_torch(
+        deterministic=config.is_deterministic_on_gpus, precision=config.train.precision,
+        threads=max(1, world.cpus // world.local_size),
+    )  # fmt: skip
     group = start(config, world, choose_device(config, world))
     source = open_source(config)
     return Setup(config, make_plan(config, world, source.size), group, source)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def timed(setup: Setup, steps: int, run_step: Callable[[], object]) -> Callable[[], float]:
     """Return a turn: it runs `steps` steps and returns images/s."""
-
-    def synchronize() -> None:
-        if setup.group.device.type == "cuda":
-            torch.cuda.synchronize()
+    device = setup.group.device
 
     def turn() -> float:
-        synchronize()
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(steps):
             run_step()
-        synchronize()
+        synchronize(device)
         return setup.plan.global_batch * steps / (time.perf_counter() - start)
 
     return turn
 
 
-def make_update(
-    setup: Setup, *listeners: Listener, timer: StepTimer | None = None
-) -> Callable[[Iterator[Batch]], object]:
+def make_update(setup: Setup, *listeners: Listener) -> Callable[[Iterator[Batch]], object]:
     """Return the function that makes one update of our loop from a stream of batches."""
     config, plan, group = setup.config, setup.plan, setup.group
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose_strategy(config, plan, model, group)
-    timer = timer or make_timer(group.device)
+    timer = make_timer(group.device)
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     stop = StopRequest()
     watchdog = Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop)
@@ -197,7 +201,7 @@ def make_loaded_turn(setup: Setup, steps: int) -> Turn:
 
 def compare(options: Namespace) -> str:
     config = load("digits", [*DEFAULTS, *options.overrides])
-    setup = prepare(config, deterministic=config.is_deterministic_on_gpus)
+    setup = prepare(config)
     batch = setup.first_batch()
     rows: list[Row] = []
     reference = None
@@ -210,6 +214,7 @@ def compare(options: Namespace) -> str:
             if name == "reference":
                 reference = rows[-1]
     interleave(rows, options.rounds)
+    setup.group.shutdown()
     for row in rows:
         row.remark = f"{1000 * setup.plan.global_batch / median(row.speeds):,.1f} ms per step"
     return show(setup.title(), rows, options)
@@ -231,4 +236,4 @@ if __name__ == "__main__":
     add_size(parser)
     help = f"compare only this row and the reference (repeat it for more): {', '.join(LOOPS)}"
     parser.add_argument("--only", action="append", choices=LOOPS, metavar="ROW", help=help)
-    run_script(parser, compare)
+    run_script(parser, compare, has_ranks=True)

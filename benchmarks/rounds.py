@@ -7,6 +7,7 @@ divided by the reference's in the same round. The median of these ratios is the 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import active_children
@@ -16,6 +17,7 @@ from typing import NoReturn
 from pipeline import world
 from pipeline.cli.arguments import Parser, positive_int
 from pipeline.cli.main import execute, exit_with
+from pipeline.errors import one_line
 from pipeline.supervision import cpu_seconds
 
 Turn = Callable[[], float | tuple[float, float]]
@@ -42,14 +44,6 @@ class Row:
     """Text after the figures in the table."""
     speeds: list[float] = field(default_factory=list)  # images/s of each round
     cpu_s: list[float] = field(default_factory=list)  # CPU seconds of an image, where they are measured
-
-    @property
-    def cost(self) -> str:
-        """Return what an image costs, or "" where it is not measured."""
-        if not self.cpu_s:
-            return ""
-        seconds = median(self.cpu_s)
-        return f"CPU {1e3 * seconds:.2f} ms an image, {1 / max(seconds, 1e-6):,.0f} images/s a core"
 
     @property
     def ratios(self) -> list[float]:
@@ -83,7 +77,10 @@ def show(title: str, rows: list[Row], options: argparse.Namespace) -> str:
         return json.dumps({"rows": [_figures(row) for row in rows]})
     lines = [f"{title}; medians of {options.rounds} interleaved rounds of {options.steps} steps"]
     for row in rows:
-        parts = [row.cost, row.remark, row.failure]
+        parts = [row.remark, row.failure]
+        if row.cpu_s:
+            seconds = max(1e-6, median(row.cpu_s))
+            parts.insert(0, f"CPU {1e3 * seconds:.2f} ms an image, {1 / seconds:,.0f} images/s a core")
         if row.speeds:
             span = f"{min(row.ratios):.3f} to {max(row.ratios):.3f}"
             speed = f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})"
@@ -97,6 +94,16 @@ def _figures(row: Row) -> dict[str, object]:
     ratio = round(median(row.ratios), 4) if row.speeds else None
     note = {"note": row.failure} if row.failure else {}
     return {"name": row.name, "images_per_s": speed, "ratio": ratio, "pixel_diff": row.pixel_diff, **note}
+
+
+def row(name: str, measure: Callable[..., str], *arguments: object) -> str:
+    """Return the row of what `measure` returns, or of why it failed, with its seconds."""
+    start = time.monotonic()
+    try:
+        text = measure(*arguments)
+    except Exception as error:
+        text = f"FAILED: {one_line(error if isinstance(error, TurnError) else repr(error), 800)}"
+    return f"  {name:<20} {text} [{time.monotonic() - start:.0f} s]"
 
 
 def workers_cpu_seconds() -> float:

@@ -1,10 +1,10 @@
-"""Compare our data loader from a bucket with the local pack, and with other loaders.
+"""Compare our data loader from a bucket with the local pack.
 
   python benchmarks/store.py s3://my-data/scratch --images data/imagenette/train
 
 All read the same pictures from the same store, with the same number of workers and the same batch.
 The ratios refer to our loader on a local pack. It is also measured without a cache, in epoch 1,
-whose cache is empty at the start, and in epoch 2, when everything is in it; the others in epoch 1.
+whose cache is empty at the start, and in epoch 2, when everything is in it.
 """
 
 import secrets
@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data import SIZE, WORKERS, add_flags, link_images, open_loader, time_loader
-from peers import Job, make_turn
 from rounds import Row, interleave, run_script, show
 
 from pipeline.addons.datasets import write_pack as pack
@@ -26,7 +25,6 @@ from pipeline.data.loader import TrainBatches
 
 _BATCH = 64
 _WARM_UP = 12  # batches: more than all workers read ahead, so that connections are open
-_PEERS = ("streaming", "webdataset")
 
 
 def compare(options: Namespace) -> str:
@@ -46,9 +44,6 @@ def compare(options: Namespace) -> str:
         for epoch in ("1", "2"):
             turn = partial(_turn, f"{store}/pack", folder / f"cache-{epoch}", epoch, steps)
             rows.append(Row(f"bucket, epoch {epoch}", turn, local))
-        for name in _PEERS if options.peers else ():
-            job = Job(folder / "images/train", folder / name, _BATCH, SIZE, WORKERS, f"{store}/{name}")
-            rows.append(Row(name, make_turn(name, job, _WARM_UP, steps, stack), local))
         interleave(rows, options.rounds)
     return show(f"{num_images:,} images, {WORKERS} workers, batch {_BATCH}, {SIZE} px", rows, options)
 

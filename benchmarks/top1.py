@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from functools import partial
 from itertools import chain, repeat
 from statistics import mean
 
@@ -39,11 +38,9 @@ from pipeline.world import World
 
 def compare(options: Namespace) -> str:
     recipe, config = options.recipe, load(options.recipe, options.overrides)
-    kind = config.data.source
-    if kind not in ("folder", "digits"):
-        raise RequestError(
-            f"data.source={kind}: the plain loop reads only image folders", "use folder or digits"
-        )
+    if config.data.source not in ("folder", "digits"):
+        problem = f"data.source={config.data.source}: the plain loop reads only image folders"
+        raise RequestError(problem, "use folder or digits")
     torch.set_num_threads(machine.available_cpus())
     parent = f"track.parent=top1 {config.recipe} {time.strftime('%F %H.%M.%S')}"
     lines, top1s = [], []
@@ -54,55 +51,38 @@ def compare(options: Namespace) -> str:
         top1s.append((top1, _train_plain(config, seconds)))
         lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {top1:.4f}, plain {top1s[-1][1]:.4f}")
         print(lines[-1], file=sys.stderr, flush=True)
-    ours, plain = map(_mean, zip(*top1s, strict=True))
+    ours, plain = (f"{mean(of):.4f} ({min(of):.4f} to {max(of):.4f})" for of in zip(*top1s, strict=True))
     lines.append(f"mean top-1 in the same time: {recipe} {ours}, plain {config.model.arch} {plain}")
     return "\n".join(lines)
-
-
-def _mean(top1s: tuple[float, ...]) -> str:
-    return f"{mean(top1s):.4f} ({min(top1s):.4f} to {max(top1s):.4f})"
 
 
 def _train_recipe(recipe: str, words: list[str], run: str) -> tuple[float, float]:
     """Train the recipe; return the seconds of its process, and top-1."""
     with tempfile.TemporaryDirectory(prefix="pipeline-top1-", ignore_cleanup_errors=True) as scratch:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "pipeline",
-            "train",
-            recipe,
-            *words,
-            f"run.dir={scratch}/{run}",
-        ]
+        command = [sys.executable, "-P", "-m", "pipeline", "train", recipe, *words]
         start = time.monotonic()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        seconds = time.monotonic() - start
-    if done.returncode:
-        raise RequestError(f"the recipe failed with exit code {done.returncode}", "see its output above")
-    return seconds, float(done.stdout.split(" top1=")[1].split()[0])
+        output = subprocess.check_output([*command, f"run.dir={scratch}/{run}"], text=True)
+        return time.monotonic() - start, float(output.split(" top1=")[1].split()[0])
 
 
 def _train_plain(config: Config, seconds: float) -> float:
     """Train the plain loop for that many seconds; return its top-1."""
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
-    batch, size, data = config.batch.global_, config.augment.size, data_size(config)
-    plan = make_plan(config, World(), data)
+    size, batch, workers = config.augment.size, config.batch.global_, machine.available_cpus()
+    data = data_size(config)
+    plan, root = make_plan(config, World(), data), data_root(config)
     model = build(config.model, data.num_classes).to(device)
     optimizer = make_optimizer(model, config)
     resize = transforms.Resize((size, size), antialias=True)
-    crop = transforms.RandomCrop(size, padding=config.augment.pad or 4)
-    augment = [crop, transforms.RandomHorizontalFlip()]
-    normalise = transforms.Normalize(list(MEAN), list(STD))
-    to_tensor = [transforms.ToImage(), transforms.ToDtype(torch.float32), normalise]
-    root = data_root(config)
+    augment = [
+        transforms.RandomCrop(size, padding=config.augment.pad or 4),
+        transforms.RandomHorizontalFlip(),
+    ]
+    to_tensor = [transforms.ToImage(), transforms.ToDtype(torch.float32)]
+    to_tensor.append(transforms.Normalize(list(MEAN), list(STD)))
     train = datasets.ImageFolder(str(root / "train"), transforms.Compose([resize, *augment, *to_tensor]))
     val = datasets.ImageFolder(str(root / "val"), transforms.Compose([resize, *to_tensor]))
-    workers = machine.available_cpus()
-    make_loader = partial(DataLoader, shuffle=True, drop_last=True, persistent_workers=True)
-    loader = make_loader(train, batch, num_workers=workers)
-    smoothing = config.train.label_smoothing
+    loader = DataLoader(train, batch, True, num_workers=workers, drop_last=True, persistent_workers=True)
     start = time.monotonic()
     for images, labels in chain.from_iterable(repeat(loader)):
         progress = (time.monotonic() - start) / seconds
@@ -111,8 +91,10 @@ def _train_plain(config: Config, seconds: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = plan.learning_rate(int(progress * plan.total_steps))
         optimizer.zero_grad()
-        logits = model(images.to(device))
-        loss = functional.cross_entropy(logits, labels.to(device), label_smoothing=smoothing)
+        smoothing = config.train.label_smoothing
+        loss = functional.cross_entropy(
+            model(images.to(device)), labels.to(device), label_smoothing=smoothing
+        )
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     model.eval()
