@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import zipfile
 from pathlib import Path
@@ -139,25 +138,10 @@ def test_an_archive_in_which_torch_could_find_another_directory_is_refused() -> 
         assert python.infolist()[0].header_offset == len(good)
     assert torch.load(io.BytesIO(two))["model"].tolist() == [1] * 4
     start = int.from_bytes(good[-50:-42], "little")
-
-    def with_directory(entries: bytes) -> bytes:
-        places = struct.pack("<QQ4sIQI", len(entries), start, b"PK\6\7", 0, start + len(entries), 1)
-        return good[:start] + entries + good[-98:-58] + places + good[-22:]
-
-    entries = good[start:-98]
-    assert with_directory(entries) == good
-    compressed = with_directory(entries[:10] + b"\x08" + entries[11:])
-    name_end = 46 + int.from_bytes(entries[28:30], "little")
-    sizes = struct.pack("<HHQHHQ", 1, 8, 0xFFFFFFFF, 1, 8, 0)  # torch takes the first, Python the last
-    header = (
-        entries[:24] + b"\xff" * 4 + entries[28:30] + struct.pack("<H", len(sizes)) + entries[32:name_end]
-    )
-    twice = with_directory(header + sizes + entries[name_end:])
-    with zipfile.ZipFile(io.BytesIO(twice)) as python:
-        assert python.infolist()[0].file_size == 0
+    compressed = good[: start + 10] + b"\x08" + good[start + 11 :]
     comment = good[:-2] + b"\1\0!"
     record = good[:-34] + b"\0" + good[-33:]
-    for bad in (two, good[:64] + good, comment, record, compressed, twice):
+    for bad in (two, good[:64] + good, comment, record, compressed):
         with pytest.raises(StorageError, match=r"bad.pt is not a checkpoint: its directory is not laid out"):
             decode(bad, "bad.pt")
 

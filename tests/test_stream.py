@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,15 +165,10 @@ def test_a_gpu_gets_a_batch_before_the_loader_is_asked_for_the_next(monkeypatch:
     for name, fake in (("Stream", FakeStream), ("current_stream", FakeStream), ("stream", nullcontext)):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    asked = []
-
-    def made() -> Iterator[Batch]:
-        for position in range(3):
-            asked.append(position)
-            yield Batch(*torch.zeros(5, 1), [])
-
-    for arrived, batch in enumerate(_to_gpu(made(), torch.device("meta")), 1):
-        assert (batch.images.is_meta, asked) == (True, list(range(arrived)))
+    asked: list[int] = []
+    made = (asked.append(position) or Batch(*torch.zeros(5, 1), []) for position in range(3))
+    for position, batch in enumerate(_to_gpu(made, torch.device("meta"))):
+        assert (batch.images.is_meta, asked[-1]) == (True, position)
 
 
 def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:

@@ -105,27 +105,11 @@ def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
 
 
 class VirtualGpu:
-    """A host and a device whose clocks are numbers: milliseconds since the start."""
+    """A host and a device whose clocks are numbers, in ms: now, and the end of what is queued."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.device = 0.0
-        """Now, and when the device will have done what is queued."""
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-
-            def record(self) -> None:
-                self.time = gpu.queue(0)
-
-            def query(self) -> bool:
-                return self.time <= gpu.host
-
-            def elapsed_time(self, end: Any) -> float:
-                return float(end.time - self.time)
-
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: VirtualEvent(self))
         clock = SimpleNamespace(perf_counter=lambda: self.host / 1000)
         monkeypatch.setattr(pipeline.timing, "time", clock)
 
@@ -134,16 +118,13 @@ class VirtualGpu:
         self.device = max(self.device, self.host) + ms
         return self.device
 
-    def wait(self, until: float) -> None:
-        self.host = max(self.host, until)
-
     def train(self, timer: StepTimer, steps: int, loader_ms: float) -> None:
         """Train as `update_once` does, with a step of 80 ms on the device and 30 ms on the host."""
         ready, flags = self.host, [0.0]
         for step in range(steps):
             with timer.charge("data"):
                 ready += loader_ms
-                self.wait(ready)
+                self.host = max(self.host, ready)
                 self.device = max(self.device, self.host + 1)  # the copy of the batch
             self.host += 1
             with timer.charge("forward_backward"):
@@ -152,14 +133,26 @@ class VirtualGpu:
                 flags.append(self.queue(68))
                 self.host += 20
             with timer.charge("communication"):
-                self.wait(flags[-2])
+                self.host = max(self.host, flags[-2])
             with timer.charge("optimizer"):
                 self.queue(11)
                 self.host += 4
             with timer.charge("tracking"):
-                self.host += 5
-                if step % 7 == 0:  # a report
-                    self.wait(self.device)
+                self.host = max(self.host + 5, 0 if step % 7 else self.device)  # a report waits
+
+
+class VirtualEvent:
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+
+    def record(self) -> None:
+        self.time = self._gpu.queue(0)
+
+    def query(self) -> bool:
+        return self.time <= self._gpu.host
+
+    def elapsed_time(self, end: "VirtualEvent") -> float:
+        return end.time - self.time
 
 
 @pytest.mark.parametrize(("loader_ms", "waits"), [(78, 0), (82, 0.02), (90, 0.11), (160, 0.5)])
@@ -170,7 +163,7 @@ def test_a_gpu_waits_for_data_only_while_it_is_idle(
     timer = CudaStepTimer()
     timer.pop()
     gpu.train(timer, 200, loader_ms)
-    gpu.wait(gpu.device)
+    gpu.host = gpu.device
     wall, reported = gpu.host / 1000, timer.waited_for_data()
     assert reported / wall == pytest.approx(waits, abs=0.01)
     with timer.charge("validation"):

@@ -157,7 +157,9 @@ class Session:
                 arrived = to_device(loaded, group.device)
                 return train(trainer, resident.augment(arrived) if resident else arrived)
         except LoaderError as error:  # known to this process only: the others cannot be told
-            self._crash_for_good(trainer, error)
+            folder.check_ours()
+            save_failure(folder.path, error, self._request)
+            _crash(trainer, error)
         except RunError as error:  # raised in all processes together, by `Group.raise_together`
             watchdog.stop()
             # the modules that raise it do not know the configuration
@@ -170,15 +172,12 @@ class Session:
                 raise
         except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
             is_start = state.step < first_step + _FIRST_STEPS
-            if is_start and (shortage := part("explain shortage")(error, config, plan)):
-                self._crash_for_good(trainer, shortage)
-            _crash(trainer, error, is_secondary=groups.is_peer_failure(error))
-
-    def _crash_for_good(self, trainer: Trainer, error: RunError) -> NoReturn:
-        """Exit at once, and save the failure for the next start."""
-        self._folder.check_ours()
-        save_failure(self._folder.path, error, self._request)
-        _crash(trainer, error)
+            shortage = part("explain shortage")(error, config, plan) if is_start else None
+            if shortage:
+                folder.check_ours()
+                save_failure(folder.path, shortage, self._request)
+            is_secondary = not shortage and groups.is_peer_failure(error)
+            _crash(trainer, shortage or error, is_secondary=is_secondary)
 
     def finish(self, trainer: Trainer, evaluation: Evaluation) -> str:
         """Record the end and let the other processes go. Return the result line."""

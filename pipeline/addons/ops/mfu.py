@@ -34,7 +34,7 @@ class MfuMeter:
         name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
         self._peak = plan.world * peak_of(name) * _SHARE_OF_PEAK.get(config.train.precision, 0)
         self._flops: dict[int, int] = {}
-        """Of one image, by its side in px."""
+        """FLOPs of one image, by its side in px."""
         if self._peak and group.is_main:  # which alone reports
             with suppress(Exception):  # a model of the user's that needs values, not only shapes
                 for size in plan.image_sizes:

@@ -17,7 +17,8 @@ from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.train.listener import Listener
 
 _ON_DEVICE: tuple[Entry, ...] = ("copy", "forward_backward", "communication", "optimizer")
-_BY_HOST: tuple[Entry, ...] = ("validation", "checkpoint")  # they wait for the device themselves
+# validation and checkpoint wait for the device themselves: the host measures them
+_MEASURED = tuple(entry for entry in ENTRIES if entry not in ("validation", "checkpoint"))
 _MAX_INTERVALS = 256  # pending ones, before those that have completed are read
 _ADVICE: dict[Entry, tuple[float, str]] = {
     "data": (0.1, "waiting for data {share}: raise data.workers, or pack the data (pipeline data pack)"),
@@ -65,11 +66,7 @@ class CudaStepTimer(StepTimer):
         self._last_event = None
         self._record_event()
         self._read_completed()
-        measured = {
-            entry: self._measured[entry] - self._popped_measured[entry]
-            for entry in ENTRIES
-            if entry not in _BY_HOST
-        }
+        measured = {entry: self._measured[entry] - self._popped_measured[entry] for entry in _MEASURED}
         self._popped_measured = dict(self._measured)
         if total := sum(measured.values()):
             seconds = sum(spent[entry] for entry in measured)
