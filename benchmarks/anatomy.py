@@ -15,7 +15,7 @@ Each row is printed as soon as it is known, and if one fails, the rest still run
   skipped update    fused optimizers leave out an update whose loss is not finite
   waiting for data  what a run reports if the loader is 10 % too slow
   out of memory     the errors of passes that do not fit
-  largest pass      images of the largest pass, and the passes of a batch with less memory
+  largest pass      images of the largest pass, and the passes of a batch that does not fit
 """
 
 import cProfile
@@ -35,12 +35,13 @@ import torch
 from loop import DEFAULTS, Setup, make_update, plain_step, prepare, synchronize, timed
 from rounds import TurnError, row, run_script
 
-from pipeline.addons.models.memory import fit_model, make_try_pass
+from pipeline.addons.models.memory import fit_model, is_out_of_memory, make_try_pass
 from pipeline.addons.ops.provenance import provenance
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.data.batch import Batch
 from pipeline.data.transfer import to_device
+from pipeline.errors import one_line
 from pipeline.machine import available_cpus, available_memory, missing_to_compile
 from pipeline.model.architectures import build
 from pipeline.train.listener import Listener, Update
@@ -122,6 +123,7 @@ class Anatomy:
     def kernels(self) -> str:
         parts = []
         for name, step in self._full.items():
+            torch.cuda.synchronize()  # work of the row before
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
                 step()
                 torch.cuda.synchronize()
@@ -194,16 +196,13 @@ class Anatomy:
         return found
 
     def largest_pass(self) -> str:
-        error_of, sizes = self._make_trial(), range(64, 4096, 64)
-        images = self.setup.plan.micro_batch
-        error_of(images)
-        peak, memory = torch.cuda.max_memory_reserved(), torch.cuda.get_device_properties().total_memory
+        error_of, sizes, images = self._make_trial(), range(64, 4096, 64), self.setup.plan.micro_batch
         fitting = bisect(sizes, False, key=lambda size: bool(error_of(size)))
-        torch.cuda.set_per_process_memory_fraction(0.7 * peak / memory)
+        most = sizes[fitting - 1] if fitting else 1
+        torch.cuda.set_per_process_memory_fraction(min(1.0, 0.7 * images / most))
         log: list[str] = []
         fit_model(self.setup.config, self.setup.plan, self.setup.group, self._model(), log.append)
-        most = sizes[fitting - 1] if fitting else 0
-        return f"{most} images; {images} take {peak / 2**30:.1f} GiB; with 70 % of that: {log}"
+        return f"{most} images; with memory for {0.7 * images:.0f}: {log}"
 
     def _model(self) -> torch.nn.Module:
         return build(self.setup.config.model, self.setup.plan.num_classes).to(self.device)
@@ -216,7 +215,8 @@ class Anatomy:
             try:
                 try_pass(images)
             except Exception as error:
-                return f"{type(error).__name__} ({' '.join(str(error).split())[:60]})"
+                known = "" if is_out_of_memory(error) else "not recognised: "
+                return f"{known}{type(error).__name__} ({one_line(error, 60)})"
             return ""
 
         return error_of

@@ -51,8 +51,8 @@ _MODEL = (
 _SMALL = ("model.arch=resnet18_cifar", "augment.size=32", "batch.global=128")
 _COMPILED = ("run.deterministic=false", "train.compile=on", "evaluate.every=4 epochs")
 _PIPELINE, _UNTRACKED = ("-P", "-m", "pipeline"), ("track.uri=none", "track.report=false")
-_PARTS = {  # seconds on one H100; those of checks, pack, fp16, memory and against are estimates
-    "facts": 12, "anatomy": 75, "headline": 90, "checks": 130, "nan": 15, "jpeg": 95, "pack": 95, "cifar": 75,
+_PARTS = {  # seconds on one H100; those of checks, jpeg, pack, fp16 and against are estimates
+    "facts": 12, "anatomy": 75, "headline": 90, "checks": 130, "nan": 15, "jpeg": 65, "pack": 65, "cifar": 75,
     "graphs": 100, "bf16": 60, "fp16": 75, "memory": 100, "against": 160,
 }  # fmt: skip
 _ANATOMY = {"facts": ROWS[:1], "anatomy": ROWS[1:-1], "memory": ROWS[-1:]}
@@ -101,11 +101,11 @@ class Suite:
             case "bf16" | "fp16":
                 self._loops(part, "torchvision timm plain", 3, 12, f"train.precision={part}")
             case "jpeg":
-                words = ("data.source=folder", f"data.root={images}")
+                words = ("--compiled", "data.source=folder", f"data.root={images}")
                 self._loops(part, "plain loaded", 2, 12, *words)
             case "pack":
                 self._row("pipeline data pack", self._run, *_PIPELINE, "data", "pack", str(images), str(pack))
-                words = ("data.source=pack", f"data.root={pack}")
+                words = ("--compiled", "data.source=pack", f"data.root={pack}")
                 self._loops(part, "loaded", 2, 12, *words)
             case "graphs":
                 for mode in ("on", "reduce-overhead"):
@@ -145,21 +145,23 @@ class Suite:
         return "done"
 
     def _loops(self, name: str, loops: str, rounds: int, steps: int, *words: str) -> None:
-        flags = [*self._size(rounds, steps), *(f"--only={loop}" for loop in loops.split())]
-        self._row(name, self._show, "loop", *flags, *self._model, *words)
+        rows = [f"--only={loop}" for loop in loops.split()]
+        self._row(name, self._show, "loop", *rows, *self._arguments(rounds, steps), *words)
 
-    def _size(self, rounds: int, steps: int) -> list[str]:
+    def _arguments(self, rounds: int, steps: int) -> list[str]:
+        """Return what each comparison gives to loop.py."""
         if self._options.quick:
             rounds, steps = 1, 2
-        return [f"--rounds={rounds}", f"--steps={steps}"]
+        compiled = [] if self._is_on_cpu else ["train.compile=on"]
+        return [f"--rounds={rounds}", f"--steps={steps}", *compiled, *self._model]
 
     def _compare_checkouts(self) -> str:
         """Run loop.py of this checkout and of --against in turn, twice; compare the means."""
         here, there = str(Path(__file__).parents[1]), str(self._options.against.absolute())
-        flags = ["--json", "--only=plain", *self._size(3, 20)]
+        flags = ["--json", "--only=plain", *self._arguments(3, 20)]
         speeds: dict[str, dict[str, list[float]]] = defaultdict(lambda: {here: [], there: []})
         for folder in (here, there, here, there):
-            found = self._run(f"{folder}/benchmarks/loop.py", *flags, *self._model, PYTHONPATH=folder)
+            found = self._run(f"{folder}/benchmarks/loop.py", *flags, PYTHONPATH=folder)
             for figures in json.loads(found)["rows"]:
                 speeds[figures["name"]][folder].append(figures["images_per_s"])
         for name, of in speeds.items():
@@ -260,6 +262,7 @@ class Suite:
 
 def measure(options: Namespace) -> str:
     """Run the parts, all or those in --only, and return a last line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that commands end with this process
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipeline-gpu-", ignore_cleanup_errors=True) as scratch:
         suite = Suite(Path(scratch), options)

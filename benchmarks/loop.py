@@ -205,7 +205,8 @@ def compare(options: Namespace) -> str:
     batch = setup.first_batch()
     rows: list[Row] = []
     reference = None
-    for suffix in ("", "-compiled") if setup.plan.compiles else ("",):
+    suffixes = ["", "-compiled"] if setup.plan.compiles else [""]
+    for suffix in suffixes[-1:] if options.compiled else suffixes:
         variant = replace(setup, plan=replace(setup.plan, compiles=bool(suffix)))
         for name in LOOPS:
             if name == "reference" or name in (options.only or LOOPS):
@@ -235,5 +236,6 @@ if __name__ == "__main__":
     add_overrides(parser)
     add_size(parser)
     help = f"compare only this row and the reference (repeat it for more): {', '.join(LOOPS)}"
+    parser.add_argument("--compiled", action="store_true", help="only the compiled rows, if there are any")
     parser.add_argument("--only", action="append", choices=LOOPS, metavar="ROW", help=help)
     run_script(parser, compare, has_ranks=True)
