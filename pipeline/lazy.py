@@ -37,6 +37,7 @@ PARTS = {
     "check data is there": "pipeline.addons.datasets.place:check_is_there",
     "check place of data": "pipeline.addons.datasets.place:check_run_is_outside",
     "why not resident": "pipeline.addons.datasets.residence:why_not",
+    "validation bytes": "pipeline.addons.datasets.residence:validation_bytes",
     "resident images": "pipeline.addons.datasets.resident:load_images",
     "part of a JPEG": "pipeline.addons.datasets.jpeg_restarts:part",
     "deep pixels": "pipeline.addons.datasets.depth:grey",

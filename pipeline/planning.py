@@ -25,8 +25,6 @@ _STEPS_TO_REPAY_COMPILATION = 2_000
 An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
 shorter. A plan does not know the time of a step.
 """
-RESIDENT_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
-"""Most bytes of a split's images that a process keeps on its device, with data.resident=auto."""
 
 
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:

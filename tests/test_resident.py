@@ -11,6 +11,7 @@ from harness import SMALL, Job, kill, read_rows
 from streams import make_trainer, prepare, stream
 from torchvision.transforms import v2
 
+from pipeline.addons.datasets.residence import resident_bytes
 from pipeline.addons.datasets.resident import load_images
 from pipeline.config.load import load
 from pipeline.config.sections import Augment
@@ -130,10 +131,13 @@ def test_validation_images_are_decoded_once(digits: Path, tmp_path: Path) -> Non
 def test_the_plan_says_why_images_are_not_resident(words: str, reason: str) -> None:
     config = load("digits", [*SHIFTS, *words.split()])
     size = DataSize(50_000, 10_000, 10)
-    assert make_plan(config, World(), size).not_resident == reason
+    plan = make_plan(config, World(), size)
+    assert plan.not_resident == reason
+    if not reason:
+        assert resident_bytes(config, plan, "cpu") == 60_000 * 3 * 32 * 32
     on = load("digits", [*SHIFTS, *words.split(), "data.resident=on"])
     if "augment" in reason:
-        with pytest.raises(RequestError, match=f"data.resident=on: .*{re.escape(reason)}"):
+        with pytest.raises(RequestError, match=f"is not possible: {re.escape(reason)}"):
             make_plan(on, World(), size)
     else:
         assert not make_plan(on, World(), size).not_resident

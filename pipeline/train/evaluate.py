@@ -29,10 +29,10 @@ from pipeline.data.interface import Images
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.transfer import to_device
 from pipeline.group import Group
+from pipeline.lazy import part
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
-from pipeline.planning import RESIDENT_BYTES
 from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
@@ -63,10 +63,7 @@ class Evaluator:
         self._config, self._resources, self._group = config, resources, group
         # of a small set, the batches of the first evaluation serve the later ones
         self._kept: list[Batch] = []
-        size = evaluation_geometry(config.evaluate, config.augment)[0]
-        num_bytes = len(images) * 3 * size**2 // group.size
-        is_small = num_bytes <= RESIDENT_BYTES[group.device.type] or config.data.resident == "on"
-        self._keeps = is_small and config.data.resident != "off"
+        self._keeps = part("validation bytes")(config, len(images), group.size, group.device.type) > 0
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
 
     def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:

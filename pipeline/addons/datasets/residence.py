@@ -1,10 +1,14 @@
-"""The rule by which training images live on the device, see `data.resident`. No torch here."""
+"""The rule by which images live on the training device, see `data.resident`. No torch here."""
+
+import math
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, mib
 from pipeline.plan import Plan
-from pipeline.planning import RESIDENT_BYTES
 from pipeline.world import World
+
+_LIMITS = {"cuda": 1 << 30, "cpu": 1 << 28}
+"""Most bytes of each split's images that a process keeps on its device, with data.resident=auto."""
 
 
 def why_not(config: Config, plan: Plan, world: World) -> str:
@@ -20,16 +24,31 @@ def why_not(config: Config, plan: Plan, world: World) -> str:
         f"augment.policy={options.policy} changes colours and shapes": options.policy != "none",
         "augment.first_size changes their size": plan.first_size < plan.image_size,
     }
-    num_bytes = plan.train_images * 3 * plan.image_size**2
-    limit = RESIDENT_BYTES["cuda" if world.uses_gpu(config.run.device) else "cpu"]
-    too_dear = {
+    num_bytes = _bytes(plan.train_images, plan.image_size)
+    limit = _LIMITS["cuda" if world.uses_gpu(config.run.device) else "cpu"]
+    useless = {
         f"{mib(num_bytes)} of pixels exceed {mib(limit)}": num_bytes > limit,
         "the run is shorter than an epoch": plan.last_step < plan.steps_per_epoch,
     }
-    if mode == "on":
-        for reason in (reason for reason, holds in impossible.items() if holds):
-            raise RequestError(
-                f"data.resident=on: images cannot stay on the device: {reason}", "set it to auto"
-            )
-        return ""
-    return next((reason for reason, holds in (impossible | too_dear).items() if holds), "")
+    reasons = impossible if mode == "on" else impossible | useless
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    if reason and mode == "on":
+        raise RequestError(f"data.resident=on is not possible: {reason}", "set it to auto")
+    return reason
+
+
+def validation_bytes(config: Config, images: int, world: int, device_type: str) -> int:
+    """Return the bytes of the validation images that a process keeps on its device; 0: none."""
+    num_bytes = _bytes(math.ceil(images / world), config.evaluate.size or config.augment.size)
+    is_small = num_bytes <= _LIMITS[device_type]
+    return num_bytes if {"off": False, "auto": is_small, "on": True}[config.data.resident] else 0
+
+
+def resident_bytes(config: Config, plan: Plan, device_type: str) -> int:
+    """Return the bytes of the images that a process keeps on its device, of both splits."""
+    training = 0 if plan.not_resident else _bytes(plan.train_images, plan.image_size)
+    return training + validation_bytes(config, plan.val_images, plan.world, device_type)
+
+
+def _bytes(images: int, size: int) -> int:
+    return images * 3 * size**2

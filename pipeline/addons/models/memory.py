@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from pipeline.addons.datasets.residence import resident_bytes
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, one_line
 from pipeline.group import Group
@@ -89,9 +90,10 @@ def fit_passes(
 def make_try_pass(
     model: nn.Module, config: Config, plan: Plan, device: torch.device
 ) -> Callable[[int], None]:
-    """Return a function that tries a pass of so many images, with room for moments and EMA.
+    """Return a function that tries a pass of so many images, with room for all else on the device.
 
-    With several processes also for NCCL, and for the gradients' second buckets, which DDP makes.
+    That is moments, EMA and resident images. With several processes also what NCCL needs, and the
+    gradients' second buckets, which DDP makes.
     """
     is_alone = plan.world == 1
     copies = config.optimizer.moments + (1 if config.train.ema is not None else 0) + (0 if is_alone else 1)
@@ -101,6 +103,7 @@ def make_try_pass(
     def try_pass(images: int) -> None:
         buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
         num_bytes = 4 * copies * parameters + (0 if is_alone else _NCCL_BYTES)
+        num_bytes += resident_bytes(config, plan, device.type)
         held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         blank = torch.zeros((images, 3, plan.image_size, plan.image_size), dtype=torch.uint8)
         try:
