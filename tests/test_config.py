@@ -221,9 +221,9 @@ def test_credentials_are_removed_and_an_at_sign_in_a_path_is_none() -> None:
 def test_allowed_changes_on_resume_pass_and_others_are_named() -> None:
     before = load("digits", ["data.root=data/t4/"])
     allowed = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3",
-               "data.prefetch=4", "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps",
-               "checkpoint.keep=9", "profile.steps=3-4", "track.uri=none", "track.every=1 epoch",
-               "data.root=x", "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
+               "data.prefetch=4", "data.resident=off", "train.max_steps=5", "train.epochs=13",
+               "checkpoint.every=3 steps", "checkpoint.keep=9", "profile.steps=3-4", "track.uri=none",
+               "track.every=1 epoch", "data.root=x", "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
     refuse_changes(before, load("digits", allowed))
     changes = {"run.seed=1": "0 -> 1", "batch.global=48": "96 -> 48", "optimizer.lr=0.2": "0.1 -> 0.2",
                "data.val_split=0.2": "0.1 -> 0.2", "train.precision=bf16": "fp32 -> bf16",
