@@ -123,7 +123,7 @@ def test_a_batch_that_cannot_be_split_is_refused(limit: int, words: tuple[str, .
 def test_a_trial_pass_holds_back_what_several_processes_need_and_leaves_no_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = load("digits", ["batch.global=96", "train.ema=0.9"])
+    config = load("digits", ["batch.global=96", "train.ema=0.9", "data.resident=off"])
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
     held: list[int] = []
     monkeypatch.setattr(torch, "empty", lambda size, **_: held.append(size))
