@@ -43,9 +43,7 @@ PARTS = {
     "deep pixels": "pipeline.addons.datasets.depth:grey",
     "check deep colours": "pipeline.addons.datasets.depth:check_colour",
     "failed reads": "pipeline.addons.store.ranges:pop_failures",
-    "metrics of failed reads": "pipeline.addons.store.ranges:failure_metrics",
-    "mirror": "pipeline.addons.store.listener:open_mirror",
-    "mirror listener": "pipeline.addons.store.listener:ToMirror",
+    "mirror": "pipeline.addons.store.mirror:open_mirror",
     # models
     "function": "pipeline.addons.models.functions:own_builder",
     "no such model": "pipeline.addons.models.functions:no_such_model",

@@ -4,8 +4,6 @@
 it, for work by hand and for benchmarks: the proxy then has a process of its own.
 """
 
-import argparse
-import asyncio
 import contextlib
 import functools
 import os
@@ -16,17 +14,15 @@ import shlex
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import boto3
 from botocore.config import Config
@@ -95,12 +91,9 @@ class S3Server:
                 self.delete_bucket(self.make_bucket())
                 return self
             except (BotoCoreError, ClientError):
-                assert time.monotonic() < end, (self.folder / "server.log").read_text(errors="replace")[
-                    -3000:
-                ]
-                assert self.process.poll() is None, (self.folder / "server.log").read_text(errors="replace")[
-                    -3000:
-                ]
+                log = (self.folder / "server.log").read_text(errors="replace")[-3000:]
+                assert time.monotonic() < end, log
+                assert self.process.poll() is None, log
                 time.sleep(0.1)
 
     def make_bucket(self) -> str:
@@ -114,13 +107,11 @@ class S3Server:
 
     def delete_bucket(self, name: str) -> None:
         """Delete a bucket with all its objects, so that the server has their disk back."""
-        client = self.client()
-        for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
-            keys = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
-            if keys:
-                client.delete_objects(Bucket=name, Delete={"Objects": keys})
+        bucket = Bucket(self, name)
+        for key in bucket.names():
+            bucket.delete(key)
         with contextlib.suppress(ClientError):  # an upload that was never completed is in it
-            client.delete_bucket(Bucket=name)
+            self.client().delete_bucket(Bucket=name)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -176,9 +167,8 @@ class Bucket:
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the keys of all objects, in order."""
-        pages = (
-            self.server.client().get_paginator("list_objects_v2").paginate(Bucket=self.name, Prefix=prefix)
-        )
+        paginator = self.server.client().get_paginator("list_objects_v2")
+        pages = paginator.paginate(Bucket=self.name, Prefix=prefix)
         return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def read(self, key: str) -> bytes:
@@ -192,15 +182,11 @@ class Bucket:
 
 
 ERRORS = {
-    "403": ("403 Forbidden", "AccessDenied", "Access Denied."),
-    "500": (
-        "500 Internal Server Error",
-        "InternalError",
-        "We encountered an internal error. Please try again.",
-    ),
-    "503": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
+    "403": ("403 Forbidden", "AccessDenied"),
+    "500": ("500 Internal Server Error", "InternalError"),
+    "503": ("503 Slow Down", "SlowDown"),
 }
-"""Faults that are an answer: status, code and message, as Amazon S3 gives them."""
+"""Faults that are an answer: status and code, as Amazon S3 gives them."""
 FAULTS = (*ERRORS, "truncate", "corrupt", "stall")
 
 
@@ -208,13 +194,12 @@ FAULTS = (*ERRORS, "truncate", "corrupt", "stall")
 class FaultProxy:
     """An HTTP proxy in front of an S3 server, whose faults can be changed at any time.
 
-    The server sees the Host that the client has signed, so signatures stay valid. Faults are drawn
-    for each request from a generator with `seed`. A context manager: it listens inside.
+    The server sees the Host that the client has signed, so signatures stay valid. A context
+    manager: it listens inside.
     """
 
     upstream: str
     """The server's endpoint: http://host:port."""
-    seed: int = 0
     latency_ms: float = 0
     """Added to each request that matches `only`."""
     rates: dict[str, float] = field(default_factory=dict)
@@ -227,135 +212,103 @@ class FaultProxy:
     """
     only: str = ""
     """A regular expression; faults hit only requests whose `METHOD /bucket/key?query` it finds."""
-
     counts: Counter[str] = field(default_factory=Counter)
-    """The faults that were really injected; `dead` for each connection that `die` has cut."""
+    """The faults that were really injected."""
     requests: list[str] = field(default_factory=list)
     """All requests as `METHOD /bucket/key?query`, with ` bytes=…` if they asked for a range."""
 
     def __enter__(self) -> "FaultProxy":
-        unknown = set(self.rates) - set(FAULTS)
-        assert not unknown, unknown
-        self._random = random.Random(self.seed)
-        (self.port,) = free_ports(1)
-        self.endpoint = f"http://127.0.0.1:{self.port}"
-        self._listener = socket.socket()
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(("127.0.0.1", self.port))
-        self._listener.setblocking(False)
-        self._loop = asyncio.new_event_loop()
-        self._connections: set[asyncio.Task[None]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fault proxy", daemon=True)
-        self._thread.start()
-        self._in_loop(self._open())
-        self.is_dead = False
+        self._random, self._lock = random.Random(0), threading.Lock()
+        self._connections: set[socket.socket] = set()
+        (port,) = free_ports(1)  # one that was bound to port 0 would be lost in `die`
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.is_dead = True
+        self.revive()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.die()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
         self._listener.close()
 
     def die(self) -> None:
         """Cut all connections and refuse new ones. The port stays ours."""
         if not self.is_dead:
-            self._in_loop(self._close())
-        self.is_dead = True
+            self.is_dead = True
+            # a forked process may also hold them: to close them is not enough
+            self._listener.shutdown(socket.SHUT_RDWR)
+            self._accepting.join()
+            for connection in list(self._connections):
+                with contextlib.suppress(OSError):  # the client has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def revive(self) -> None:
         if self.is_dead:
-            self._in_loop(self._open())
-        self.is_dead = False
+            self.is_dead = False
+            self._listener.listen(512)
+            self._accepting = threading.Thread(target=self._accept, daemon=True)
+            self._accepting.start()
 
-    def _in_loop(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # `die`
+            while True:
+                connection, _ = self._listener.accept()
+                self._connections.add(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    async def _open(self) -> None:
-        self._listener.listen(512)
-        self._accepting = asyncio.create_task(self._accept())
-
-    async def _close(self) -> None:
-        self._accepting.cancel()
-        await asyncio.wait([self._accepting])
-        self._listener.shutdown(socket.SHUT_RDWR)  # a forked process may also hold it: close is not enough
-        for task in self._connections:
-            task.cancel()
-            self.counts["dead"] += 1
-        if self._connections:
-            await asyncio.wait(self._connections)
-
-    async def _accept(self) -> None:
-        while True:
-            connection, _ = await self._loop.sock_accept(self._listener)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            task = asyncio.create_task(self._serve(connection))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
-
-    async def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, client: socket.socket) -> None:
         """Forward the requests of one connection until one of its ends closes it."""
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
-        server: asyncio.StreamWriter | None = None
-        try:
-            address = self.upstream.partition("://")[2].split(":")
-            answers, server = await asyncio.open_connection(address[0], int(address[1]), limit=_BUFFER)
-            while await self._forward(reader, writer, answers, server):
+        host, port = self.upstream.partition("://")[2].split(":")
+        with (
+            contextlib.suppress(OSError, EOFError, ValueError),
+            client,
+            socket.create_connection((host, int(port))) as server,
+        ):
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            requests, answers = client.makefile("rb"), server.makefile("rb")
+            while self._forward(client, requests, server, answers):
                 pass
-        except (OSError, EOFError, asyncio.CancelledError):
-            with contextlib.suppress(OSError):  # the client has closed it
-                connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                )  # reset it
-        finally:
-            if server:
-                server.transport.abort()
-            writer.close()
+        self._connections.discard(client)
 
-    async def _forward(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
-        answers: asyncio.StreamReader, server: asyncio.StreamWriter,
-    ) -> bool:  # fmt: skip
+    def _forward(
+        self, client: socket.socket, requests: BinaryIO, server: socket.socket, answers: BinaryIO
+    ) -> bool:
         """Answer one request; return True if the connection can take another."""
-        head = await _read_head(reader)
+        head = _read_head(requests)
         if not head:
             return False
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
         asked = f"{method} {path}"
-        bytes_range = _header(head, b"range")
-        self.requests.append(f"{asked} {bytes_range}" if bytes_range else asked)
+        self.requests.append(f"{asked} {_header(head, b'range')}".strip())
         fault = ""
         if re.search(self.only, asked):
             fault = self._draw()
-            if self.latency_ms:
-                await asyncio.sleep(self.latency_ms / 1000)
+            time.sleep(self.latency_ms / 1000)
         if _header(head, b"expect"):
-            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             head = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", head)
+        sent = _read_body(requests, head)
         if fault in ERRORS:
-            async for _ in _body(reader, head):
-                pass
-            self.counts[fault] += 1
-            writer.write(_error(fault, with_body=method != "HEAD"))
-            await writer.drain()
+            self._count(fault)
+            client.sendall(_error(fault, with_body=method != "HEAD"))
             return True
-        server.write(head)
-        async for piece in _body(reader, head):
-            server.write(piece)
-            await server.drain()
-        answer = await _read_head(answers)
+        server.sendall(head + sent)
+        answer = _read_head(answers)
         if not answer:
             return False
-        pieces = _body(answers, answer, of=method)
-        if not fault:
-            writer.write(answer)
-            async for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-            return True
-        body = b"".join([piece async for piece in pieces])
-        return await self._spoil(fault, writer, answer, body)
+        body = b"" if method == "HEAD" else _read_body(answers, answer)
+        half = len(body) // 2
+        if fault in ("truncate", "stall"):
+            self._count(fault)
+            client.sendall(answer + body[:half] if body else b"")
+            if fault == "stall":
+                client.recv(1)  # until the client or `die` closes it
+            return False
+        if fault == "corrupt" and body:
+            self._count(fault)
+            body = body[:half] + bytes([body[half] ^ 0xFF]) + body[half + 1 :]
+        client.sendall(answer + body)
+        return True
 
     def _draw(self) -> str:
         """Return the fault of the next request, or ""."""
@@ -366,68 +319,17 @@ class FaultProxy:
                 return fault
         return ""
 
-    async def _spoil(self, fault: str, writer: asyncio.StreamWriter, answer: bytes, body: bytes) -> bool:
-        """Send an answer with a fault; return True if the connection can take another request."""
-        half = len(body) // 2
-        if fault == "corrupt":
-            if body:
-                self.counts[fault] += 1
-                body = body[:half] + bytes([body[half] ^ 0xFF]) + body[half + 1 :]
-            writer.write(answer + body)
-            await writer.drain()
-            return True
-        self.counts[fault] += 1
-        whole = answer + body
-        sent = len(answer) + half if body else 0
-        writer.write(whole[:sent])
-        await writer.drain()
-        if fault == "truncate":
-            return False
-        await asyncio.sleep(1e6)  # until the client or `die` closes it
-        return False
+    def _count(self, fault: str) -> None:
+        with self._lock:
+            self.counts[fault] += 1
 
 
-_BUFFER = 1 << 20
-"""Limit of a stream's buffer: an image passes in one piece."""
-
-
-async def _read_head(reader: asyncio.StreamReader) -> bytes:
+def _read_head(stream: BinaryIO) -> bytes:
     """Return the first line and the headers; b"" at the end of the connection."""
-    try:
-        return await reader.readuntil(b"\r\n\r\n")
-    except asyncio.IncompleteReadError:
-        return b""
-
-
-@contextlib.contextmanager
-def answering(pieces: list[bytes], pause_s: float = 0) -> Iterator[str]:
-    """Start a server that answers each request with these pieces; yield its endpoint."""
-
-    def answer(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError), connection:
-            connection.recv(1 << 16)
-            for piece in pieces:
-                connection.sendall(piece)
-                time.sleep(pause_s)
-
-    def serve() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-
-
-def hostile_store(
-    status: int, body: bytes, stated_bytes: int, *, is_store: bool = True
-) -> contextlib.AbstractContextManager[str]:
-    """Start a server that gives every GET the same answer; is_store: with a store's headers."""
-    headers = f"HTTP/1.1 {status} Answer\r\nContent-Length: {stated_bytes}\r\nConnection: close\r\n"
-    if is_store:
-        headers += 'ETag: "a"\r\nLast-Modified: Mon, 23 Nov 2026 20:00:00 GMT\r\n'
-    return answering([headers.encode() + b"\r\n" + body])
+    lines = [stream.readline()]
+    while lines[-1] not in (b"", b"\r\n"):
+        lines.append(stream.readline())
+    return b"".join(lines) if lines[-1] else b""
 
 
 def _header(head: bytes, name: bytes) -> str:
@@ -436,57 +338,43 @@ def _header(head: bytes, name: bytes) -> str:
     return found[1].decode() if found else ""
 
 
-async def _body(reader: asyncio.StreamReader, head: bytes, of: str = "") -> AsyncIterator[bytes]:
-    """Yield the body that follows `head`, as it is sent. of: the method, for an answer."""
-    if of == "HEAD" or (of and head[9:12] in (b"204", b"304")):
-        return
-    if _header(head, b"transfer-encoding").lower() == "chunked":
-        size = -1
-        while size:
-            line = await reader.readuntil(b"\r\n")
-            size = int(line.split(b";")[0], 16)
-            yield line + await reader.readexactly(size + 2)
-        return
-    left = int(_header(head, b"content-length") or 0)
-    while left:
-        piece = await reader.read(min(left, _BUFFER))
-        if not piece:
-            raise EOFError
-        left -= len(piece)
-        yield piece
+def _read_body(stream: BinaryIO, head: bytes) -> bytes:
+    """Return the body that follows `head`, as it is sent."""
+    if _header(head, b"transfer-encoding").lower() != "chunked":
+        return _read(stream, int(_header(head, b"content-length") or 0))
+    body, size = b"", -1
+    while size:
+        line = stream.readline()
+        size = int(line.split(b";")[0], 16)
+        body += line + _read(stream, size + 2)
+    return body
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 def _error(fault: str, *, with_body: bool) -> bytes:
     """Return an answer that is an error of S3."""
-    status, code, message = ERRORS[fault]
-    body = (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>{code}</Code><Message>{message}</Message>'
-        "<RequestId>0</RequestId></Error>"
-    ) if with_body else ""  # fmt: skip
+    status, code = ERRORS[fault]
+    body = f"<Error><Code>{code}</Code><Message>{status}</Message></Error>" if with_body else ""
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
     return (head + body).encode()
 
 
-def _serve() -> None:
-    parser = argparse.ArgumentParser(
-        description="Start an S3 server with a bucket, and a proxy with latency."
-    )
-    parser.add_argument("--latency", type=float, default=0, metavar="MS")
-    options = parser.parse_args()
+def _serve(latency_ms: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove the folder, as at Ctrl-C
     folder = Path(tempfile.mkdtemp(prefix="object-store-"))
     server = Weed(folder).start()
     try:
         bucket = server.wait_ready().make_bucket()
-        with FaultProxy(server.endpoint, latency_ms=options.latency) as proxy:
-            env = server.env | {
-                "AWS_ENDPOINT_URL": proxy.endpoint,
-                "DIRECT": server.endpoint,
-                "BUCKET": bucket,
-            }
-            print(
-                *(f"export {name}={shlex.quote(value)}" for name, value in env.items()), sep="\n", flush=True
-            )
+        with FaultProxy(server.endpoint, latency_ms=latency_ms) as proxy:
+            env = server.env | {"AWS_ENDPOINT_URL": proxy.endpoint, "BUCKET": bucket}
+            lines = (f"export {name}={shlex.quote(value)}" for name, value in env.items())
+            print(*lines, sep="\n", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
                 signal.pause()
     finally:
@@ -495,4 +383,4 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(float(sys.argv[2]) if sys.argv[1:2] == ["--latency"] else 0)

@@ -215,7 +215,7 @@ def test_modules_that_check_a_request_do_not_import_torch() -> None:
     modules = ("config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness",
                "addons.datasets.manifest", "data.sources", "record.folder", "operate.request",
                "operate.launch", "addons.report.figures", "addons.report.page", "addons.report.summary",
-               "addons.report.commands", "addons.deploy.recovery", "__main__", "addons.store.listener",
+               "addons.report.commands", "addons.deploy.recovery", "__main__", "addons.store.mirror",
                "addons.store.remote", "addons.datasets.pack", "addons.datasets.synthetic",
                "addons.datasets.place", "addons.models.inputs", "addons.mlflow.uri",
                "addons.mlflow.tracker")  # fmt: skip

@@ -2,19 +2,16 @@
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import pytest
-from harness import SHARING, SMALL, Job, bench, free_port, quick, read_rows
-from object_store import Bucket, FaultProxy, answering
+from harness import SHARING, SMALL, Job, bench, read_rows
+from object_store import FAULTS, Bucket, FaultProxy
 from streams import prepare, stream
 from test_pack import encoded, photo
 from test_security import foreign_server
@@ -23,16 +20,11 @@ from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
-from pipeline.addons.store.remote import StoreImages
 from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.data.loader import Patience
 from pipeline.data.sources import Images, open_source
 from pipeline.errors import RequestError
 
-KINDS = {"403": "denied", "500": "server_error", "503": "slow_down", "truncate": "truncated",
-         "corrupt": "wrong_bytes", "stall": "stalled"}  # fmt: skip
-"""Fault of the proxy -> the kind of failure that it must be counted as."""
-FEW_FAULTS = {fault: 0.05 / len(KINDS) for fault in KINDS}
+FEW_FAULTS = {fault: 0.05 / len(FAULTS) for fault in FAULTS}
 READS = r"GET .*\.tar"
 
 
@@ -101,14 +93,6 @@ def job(folder: Path, root: str | Path, *more: str, nproc: int = 1) -> Job:
     return Job(folder, [*words, *more], nproc=nproc)
 
 
-def check_no_secret(run: Job, bucket: Bucket) -> None:
-    for path in [run.folder.with_suffix(".err"), *run.folder.rglob("*")]:
-        if path.is_file():
-            text = path.read_bytes()
-            assert b"X-Amz" not in text, path
-            assert bucket.server.secret.encode() not in text, path
-
-
 @pytest.mark.full
 @pytest.mark.fault("K1", ci=1, long=20)
 @pytest.mark.parametrize(
@@ -131,13 +115,15 @@ def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
     assert 0 < counted <= fault_proxy.counts.total()
     if world == 1:
         assert result.out == uninterrupted.output()
-    check_no_secret(run, bucket)
+    for path in [run.folder.with_suffix(".err"), *filter(Path.is_file, run.folder.rglob("*"))]:
+        assert b"X-Amz" not in path.read_bytes(), path
+        assert bucket.server.secret.encode() not in path.read_bytes(), path
 
 
 @pytest.mark.full
 @pytest.mark.fault("K1", ci=1, long=5)
 def test_a_run_waits_for_a_bucket_that_is_dead_for_a_while(
-    tmp_path: Path, place: str, bucket: Bucket, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
+    tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
 ) -> None:
     run = job(tmp_path / "run", place, "data.workers=2").start()
     run.wait_for_step(1 + seed % 5)
@@ -148,13 +134,12 @@ def test_a_run_waits_for_a_bucket_that_is_dead_for_a_while(
     result = run.wait()
     assert (result.code, result.out) == (0, uninterrupted.output()), result.err
     assert run.trace() == uninterrupted.trace()
-    check_no_secret(run, bucket)
 
 
 @pytest.mark.full
 @pytest.mark.fault("K1", ci=1, long=5)
 def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
-    tmp_path: Path, place: str, bucket: Bucket, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
+    tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
 ) -> None:
     run = job(tmp_path / "run", place, "run.timeout=16").start()
     run.wait_for_step(4 + seed % 5)
@@ -165,25 +150,19 @@ def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
     fault_proxy.revive()
     assert run.run().out == uninterrupted.output()
     assert run.trace() == uninterrupted.trace()
-    check_no_secret(run, bucket)
 
 
 # --- failing reads
 
 
-def test_every_failed_read_is_repeated_and_counted_by_kind(
-    place: str, packed: Path, fault_proxy: FaultProxy
-) -> None:
+def test_every_failed_read_is_repeated_and_counted(place: str, packed: Path, fault_proxy: FaultProxy) -> None:
     found = images(place)
     ranges.pop_failures()  # of another test
-    fault_proxy.rates, fault_proxy.only = dict.fromkeys(KINDS, 0.02), READS
+    fault_proxy.rates, fault_proxy.only = dict.fromkeys(FAULTS, 0.02), READS
     assert read_all(found, range(400)) == read_all(images(packed), range(400))
-    counted = dict(zip(ranges.READ_FAILURES, ranges.pop_failures(), strict=True))
-    assert {KINDS[fault]: count for fault, count in fault_proxy.counts.items()} == {
-        kind: count for kind, count in counted.items() if count
-    }
-    assert set(fault_proxy.counts) == set(KINDS)
-    assert not any(ranges.pop_failures())
+    assert set(fault_proxy.counts) == set(FAULTS)
+    assert ranges.pop_failures() == [fault_proxy.counts.total()]
+    assert ranges.pop_failures() == [0]
 
 
 def test_256_reads_are_in_flight_and_other_expectations_drop_them(
@@ -194,20 +173,14 @@ def test_256_reads_are_in_flight_and_other_expectations_drop_them(
     asked = ranged_reads(fault_proxy)
     found.expect(range(1000))
     assert found.read(0) == local[0]
-    assert (
-        ranged_reads(fault_proxy) - asked <= ranges.MAX_READS + 1
-    )  # a place is free as soon as one is taken
+    # a place is free as soon as one is taken
+    assert ranged_reads(fault_proxy) - asked <= ranges.MAX_READS + 1
     start = time.monotonic()
     assert [found.read(i) for i in range(1, 512)] == local[1:]
     assert time.monotonic() - start < 5 * SHARING, "one after another they would take 150 s"
     fault_proxy.latency_ms = 0
     found.expect(range(340, 400))
     assert found.read(7) == local[7], "not expected"
-    assert isinstance(found, StoreImages)
-    found.expect([])
-    reader = found._reader()
-    assert (reader._reads, reader._bytes) == ({}, 0)
-
     monkeypatch.setattr(ranges, "MAX_BYTES", 1000)  # of large images fewer are read ahead
     asked = ranged_reads(fault_proxy)
     found.expect(range(100))
@@ -228,39 +201,12 @@ def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the
         file.seek(offset + 3)
         file.write(b"\xff\xff")
     place = upload(bucket, root)
-    with pytest.raises(
-        UnreadableError, match=f"train-0000.tar has changed at byte {offset:,} since it was packed"
-    ):
+    with pytest.raises(UnreadableError, match=f"train-0000.tar has changed at byte {offset:,}"):
         images(place).read(5)
     words = ("data.source=pack", "data.workers=0")
     local = stream(root, range(0, 30), *words)
     assert len(local[1]) == 1
     assert stream(place, range(0, 30), *words) == local  # type: ignore[arg-type]
-
-
-def resident_kib() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() // 1024
-
-
-def measure_epochs(place: str, epochs: int) -> list[int]:
-    """Return the resident memory of a process that reads, after each epoch."""
-    found, sizes = images(place), []
-    for epoch in range(epochs):
-        order = np.random.default_rng(epoch).permutation(len(found)).tolist()
-        for start in range(0, len(order), 64):
-            found.expect(order[start : start + 192])
-            for i in order[start : start + 64]:
-                found.read(i)
-        sizes.append(resident_kib())
-    return sizes
-
-
-@pytest.mark.full
-def test_memory_stays_flat_over_epochs(place: str) -> None:
-    with get_context("spawn").Pool(1) as pool:
-        sizes = pool.apply(measure_epochs, (place, 8))
-    assert sizes[-1] - sizes[1] < 4096, sizes
 
 
 # --- the cache
@@ -283,28 +229,9 @@ def test_processes_and_starts_share_the_cache(
     assert ranged_reads(fault_proxy) - asked == 1, "the one that finds out whether the store honours ranges"
 
 
-def test_what_the_cache_returns_is_verified_and_read_again_if_it_has_changed(
+def test_the_cache_keeps_its_limit_and_reads_again_what_has_changed(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
-    local = read_all(images(packed))
-    read_all(keep(place, tmp_path / "cache"))
-    (folder,) = (tmp_path / "cache").iterdir()
-    sizes = pack.open_index(packed).train.sizes
-    with open(folder / "train.images", "r+b") as file:
-        file.seek(int(sizes[:5].sum()) + 3)
-        file.write(b"\xff\xff")
-    (folder / pack.INDEX).write_bytes(b"torn")
-    found = keep(place, tmp_path / "cache")
-    asked = ranged_reads(fault_proxy)
-    assert read_all(found) == local
-    assert ranged_reads(fault_proxy) - asked == 1
-    assert read_all(found) == local
-    assert ranged_reads(fault_proxy) - asked == 1
-    os.truncate(folder / "train.images", 1000)
-    assert read_all(keep(place, tmp_path / "cache")) == local
-
-
-def test_the_cache_keeps_its_limit(tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy) -> None:
     limit = 100 << 10
     found = keep(place, tmp_path / "cache", limit / 2**30)
     local = read_all(images(packed))
@@ -313,24 +240,34 @@ def test_the_cache_keeps_its_limit(tmp_path: Path, place: str, packed: Path, fau
     assert 0.9 * limit < (folder / "train.images").stat().st_blocks * 512 <= limit + 8192
     asked = ranged_reads(fault_proxy)
     assert read_all(found) == local
-    kept = int((pack.open_index(packed).train.sizes.cumsum() <= limit).sum())
+    sizes = pack.open_index(packed).train.sizes
+    kept = int((sizes.cumsum() <= limit).sum())
     assert 500 < kept == len(found) - (ranged_reads(fault_proxy) - asked)
 
+    with open(folder / "train.images", "r+b") as file:
+        file.seek(int(sizes[:5].sum()) + 3)
+        file.write(b"\xff\xff")
+    (folder / pack.INDEX).write_bytes(b"torn")
+    again = keep(place, tmp_path / "cache", limit / 2**30)
+    for more in (1, 0):
+        asked = ranged_reads(fault_proxy)
+        assert read_all(again) == local
+        assert ranged_reads(fault_proxy) - asked == len(found) - kept + more
+    os.truncate(folder / "train.images", 1000)
+    assert read_all(again) == local
 
-@pytest.mark.parametrize("options", ["remount,size=128k", "remount,ro"])
-def test_a_cache_that_cannot_be_written_is_reported_once_and_done_without(
-    small_disk: Path, place: str, packed: Path, capfd: pytest.CaptureFixture[str], options: str
+
+def test_a_cache_on_a_full_disk_is_reported_once_and_done_without(
+    small_disk: Path, place: str, packed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    subprocess.run(["mount", "-o", options, str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,size=128k", str(small_disk)], check=True)
     local = read_all(images(packed))
     found = keep(place, small_disk / "cache")
     capfd.readouterr()
     for _ in range(2):
         assert read_all(found) == local
-    reported = [line for line in capfd.readouterr().err.splitlines() if "data.cache" in line]
-    assert len(reported) <= 1
-    if "size" in options:
-        assert "cannot be written (No space left on device): nothing more is kept there" in reported[0]
+    (reported,) = [line for line in capfd.readouterr().err.splitlines() if "data.cache" in line]
+    assert "cannot be written (No space left on device)" in reported
 
 
 # --- stores and requests that are refused
@@ -342,105 +279,29 @@ def refused(function: Callable[[], object]) -> str:
     return str(raised.value)
 
 
-def test_a_store_that_ignores_ranges_is_refused(weak_bucket: Bucket, packed: Path) -> None:
-    place = upload(weak_bucket, packed)
-    assert "answers a read of a part of an object with 200, not 206" in refused(lambda: images(place))
-
-
-@pytest.mark.parametrize("status", [301, 308])
-def test_a_read_of_an_image_follows_no_redirect(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         foreign_server() as (target, seen),
-        foreign_server(status, Location=f"{target}/bucket/large") as (uri, asked),
+        foreign_server(301, Location=f"{target}/bucket/large") as (uri, asked),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
         reader = RangeReader(bucket.place, lambda _: Range("large", 10, 100, 0))
-        with pytest.raises(RangesIgnoredError, match=f"status {status}"):
+        with pytest.raises(RangesIgnoredError, match="status 301"):
             reader.take(0)
         reader.close()
     assert asked
     assert seen == []
 
 
-def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_SLOW_S", 2)
-    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\n\r\n"
-    with answering([head, *[b"x"] * 1000], pause_s=0.5) as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        reader = RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0))
-        with pytest.raises(OutageError, match="the connection has stalled"):
-            reader.take(0)
-        assert dict(zip(ranges.READ_FAILURES, ranges.pop_failures(), strict=True))["stalled"] >= 3
-        reader.close()
-
-
-def test_of_an_answer_with_more_bytes_than_asked_little_is_kept(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = b"HTTP/1.1 206 Partial Content\r\n\r\n"
-    with answering([head, *[bytes(1_000_000)] * 100]) as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        reader = RangeReader(bucket.place, lambda _: Range("large", 0, 10_000, 0))
-        before = resident_kib()
-        with pytest.raises(OutageError, match="more bytes than asked"):
-            reader.take(0)
-        reader.close()
-    assert resident_kib() - before < 16 << 10
-
-
-def test_credentials_that_are_away_for_a_moment_are_an_outage(
-    tmp_path: Path, place: str, packed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each loader worker asks their source, such as a machine's role, for them."""
-    keys = {name: os.environ[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
-    answer = {
-        "Version": 1,
-        "AccessKeyId": keys["ACCESS_KEY_ID"],
-        "SecretAccessKey": keys["SECRET_ACCESS_KEY"],
-    }
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/answer\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    for name in keys:
-        monkeypatch.delenv(f"AWS_{name}")
-    (tmp_path / "answer").write_text(json.dumps(answer))
-    source, expected = images(place), images(packed)
-    (tmp_path / "answer").unlink()
-    with pytest.raises(OutageError, match="the store is out of reach"):
-        source.read(0)
-    (tmp_path / "answer").write_text(json.dumps(answer))
-    assert Patience(source, 20).read(0) == expected.read(0)
-
-
-def test_wrong_requests_are_refused_with_a_remedy(
-    bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str) -> None:
     empty = f"{bucket.place}/nothing"
     assert f"data.root={empty} holds no complete pack" in refused(lambda: images(empty))
-    assert "there is no such bucket" in refused(lambda: images("s3://no-such-bucket-here/digits"))
     bucket.write("digits/train-0000.tar", b"short")
     assert f"the pack {place} is damaged: train-0000.tar has 5 bytes" in refused(lambda: images(place))
     bucket.delete("digits/train-0000.tar")
     assert "train-0000.tar is missing" in refused(lambda: images(place))
     bucket.write("digits/pack.index", b"torn")
-    assert "pack.index cannot be read (not an index)" in refused(lambda: images(place))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    assert "check the credentials in the environment" in refused(lambda: images(place))
-
-
-@pytest.mark.full
-def test_a_start_exits_75_without_an_answer_and_2_with_wrong_credentials(
-    tmp_path: Path, place: str, bucket: Bucket
-) -> None:
-    words = ["train", *job(tmp_path / "run", place).arguments, f"run.dir={tmp_path / 'run'}"]
-    away = quick(*words, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}")
-    assert away.code == 75
-    assert f"the store is out of reach ({place}/pack.json" in away.error
-    wrong = quick(*words, AWS_SECRET_ACCESS_KEY="wrong")
-    assert wrong.code == 2
-    assert "check the credentials" in wrong.error
-    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("failure.json"))
+    assert "pack.index cannot be read" in refused(lambda: images(place))
 
 
 def test_other_data_imports_none_of_it(digits: Path) -> None:
@@ -451,10 +312,7 @@ def test_other_data_imports_none_of_it(digits: Path) -> None:
         "names = ('boto3', 'botocore', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
         "print([name for name in names if name in sys.modules])"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
 @pytest.mark.full
@@ -465,12 +323,7 @@ def test_bench_store_compares_both_epochs_and_leaves_nothing_behind(tmp_path: Pa
     words = ("--images", str(tmp_path / "photos"), "--rounds", "1", "--steps", "1", "--json")
     result = bench("store", f"{bucket.place}/scratch", *words)
     assert result.code == 0, result.err
-    rows = json.loads(result.out)["rows"]
-    assert [row["name"] for row in rows] == [
-        "local pack",
-        "bucket, no cache",
-        "bucket, epoch 1",
-        "bucket, epoch 2",
-    ]
-    assert all(row["images_per_s"] > 0 for row in rows)
+    rows = {row["name"]: row["images_per_s"] for row in json.loads(result.out)["rows"]}
+    assert rows.keys() == {"local pack", "bucket, no cache", "bucket, epoch 1", "bucket, epoch 2"}
+    assert all(rows.values())
     assert not bucket.names()

@@ -29,9 +29,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = root / ("val" if number < 8 else "train") / "ab"[number % 2] / f"{number:02}"
         path.parent.mkdir(parents=True, exist_ok=True)
         is_png = number % 4 > 0
-        image = (
-            encoded(photo(240, 320, number), "PNG") if is_png else encoded(photo(90, 120, number), quality=95)
-        )
+        image = encoded(photo(240, 320, number), "PNG") if is_png else encoded(photo(90, 120, number))
         path.with_suffix(".png" if is_png else ".jpg").write_bytes(image)
     return root
 
@@ -73,27 +71,19 @@ def wait_for(condition: Any, process: "subprocess.Popen[str]") -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("level", ["raw=64"])
-def test_a_pack_in_a_bucket_has_the_bytes_of_a_local_one(
-    images: Path, level: str, bucket: Bucket, tmp_path: Path
+def test_a_pack_in_a_bucket_has_the_bytes_of_a_local_one_and_is_not_written_again(
+    images: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
 ) -> None:
     damaged = shutil.copytree(images, tmp_path / "images")
     (damaged / "train/a/12.jpg").write_bytes(b"not an image")
-    line = pack(damaged, tmp_path / "pack", level, 0.1)
+    line = pack(damaged, tmp_path / "pack", "raw=64", 0.1)
     place = f"{bucket.place}/a/pack"
     assert line.endswith("; 1 bad")
-    assert pack(damaged, Store(place), level, 0.1) == line.replace(str(tmp_path / "pack"), place)
+    for _ in range(2):
+        assert pack(damaged, Store(place), "raw=64", 0.1) == line.replace(str(tmp_path / "pack"), place)
     assert objects(bucket, "a/pack") == files(tmp_path / "pack")
-
-
-def test_a_complete_pack_is_not_written_again(
-    images: Path, local: Path, fault_proxy: FaultProxy, bucket: Bucket, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = {pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1) for _ in range(2)}
-    assert lines == {pack(images, local, "lossless", 0.1).replace(str(local), f"{bucket.place}/pack")}
-    assert f"{bucket.place}/pack was packed before" in capsys.readouterr().err
     written = [request.split()[1] for request in fault_proxy.requests if request.startswith("PUT")]
-    assert len(written) == len(set(written)) == 2 * len(list(local.glob("*.tar"))) + 3
+    assert len(written) == len(set(written))
 
 
 def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
@@ -117,32 +107,18 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
     result = finish(start(*words, tmp=tmp_path / "tmp"))
     assert result.code == 0, result.err
     assert objects(bucket) == files(local), f"seed {seed}"
-    again = [
-        name
-        for name in complete
-        if any(re.match(rf"PUT \S+/{name}", request) for request in fault_proxy.requests)
-    ]
-    assert again == [], "a complete shard is not packed again"
+    written = {request.rpartition("/")[2] for request in fault_proxy.requests if request.startswith("PUT")}
+    assert not written & complete, "a complete shard is not packed again"
 
 
-def test_a_prefix_with_other_contents_is_left_unchanged(
-    images: Path, local: Path, bucket: Bucket, tmp_path: Path
-) -> None:
+def test_a_prefix_with_other_contents_is_left_unchanged(images: Path, local: Path, bucket: Bucket) -> None:
     bucket.write("mine/notes.txt", b"mine")
-    with pytest.raises(
-        RequestError, match=rf"^{bucket.place}/mine is not empty and holds no pack: name another"
-    ):
+    with pytest.raises(RequestError, match=rf"^{bucket.place}/mine is not empty and holds no pack"):
         pack(images, Store(f"{bucket.place}/mine"), "lossless", 0.1)
     assert bucket.names() == ["mine/notes.txt"]
-
-    words = ("data", "pack", str(images), f"{bucket.place}/pack")
-    process = start(*words, tmp=tmp_path / "tmp")
-    wait_for(lambda: bucket.names("pack/"), process)
-    other = rf"^{bucket.place}/pack holds a pack of another source, level or format \(lossless, format 2\)"
-    with pytest.raises(RequestError, match=other):
-        pack(images, Store(f"{bucket.place}/pack"), "raw=64", 0.1)
-    assert finish(process).code == 0
-    with pytest.raises(RequestError, match=other):
+    for path in local.iterdir():
+        bucket.write(f"pack/{path.name}", path.read_bytes())
+    with pytest.raises(RequestError, match=rf"^{bucket.place}/pack holds a pack of another source, level"):
         pack(images, Store(f"{bucket.place}/pack"), "raw=64", 0.1)
     assert objects(bucket) == files(local)
 
@@ -156,17 +132,14 @@ def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
     fault_proxy.die()
     dead = finish(process)
     assert (dead.code, "the store is out of reach" in dead.error) == (75, True)
-    wrong = quick(*words, AWS_ENDPOINT_URL=bucket.server.endpoint, AWS_SECRET_ACCESS_KEY="a-wrong-secret")
-    assert (wrong.code, "check the credentials in the environment" in wrong.error) == (2, True)
     fault_proxy.revive()
     fault_proxy.rates = {"500": 0.05, "503": 0.05, "truncate": 0.03}
     whole = finish(start(*words, tmp=tmp_path / "tmp"))
     assert whole.code == 0, whole.err
     assert sum(fault_proxy.counts.values()) > 3
     assert objects(bucket) == files(local)
-    for result in (dead, wrong, whole):
+    for result in (dead, whole):
         assert bucket.server.secret not in result.out + result.err
-        assert "a-wrong-secret" not in result.out + result.err
         assert "Signature=" not in result.out + result.err
 
 

@@ -7,7 +7,7 @@ none, so the code that trains asks nowhere who it is.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.data.access import BadImage
 from pipeline.record.predictions import Predictions
@@ -62,24 +62,6 @@ class End:
         return self.status == "FINISHED"
 
 
-class Mirror(Protocol):
-    """A copy of the run's folder elsewhere, which this process holds the lease of."""
-
-    error: str  # why it is incomplete, or ""
-    failures: list[str]
-    uploaded: list[str]  # names of checkpoints that it has since the last look
-
-    def start(self) -> None: ...
-
-    def abandon_after(self, used: Path | None) -> None:
-        """Record that a restart must not use checkpoints after `used`. Raises RunError."""
-
-    def upload(self) -> None: ...
-
-    def close(self, seconds_left: Callable[[], float | None] = ...) -> None:
-        """Upload what is left, in the time that is left, and give the lease back."""
-
-
 class Listener:
     """Is told what happens in a run. A method does nothing unless a listener overrides it."""
 
@@ -106,3 +88,23 @@ class Listener:
 
     def closed(self, end: End) -> None:
         """Handle the end of this process. After a result, the other ranks have left."""
+
+
+class Mirror(Listener):
+    """A copy of the run's folder elsewhere, which this process holds the lease of."""
+
+    error: Exception | None
+    """Why it is incomplete, or None."""
+    failures: list[str]
+    """Why saves were not uploaded at once, since the last look."""
+    uploaded: list[str]
+    """Names of checkpoints that were uploaded since the last look."""
+
+    def start(self) -> None:
+        """Upload what is new now and after each save."""
+
+    def abandon_after(self, used: Path | None) -> None:
+        """Delete its checkpoints later than `used`, which no restart may use. Raises RunError."""
+
+    def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> None:
+        """Upload what is left, in the time that is left, and give the lease back."""

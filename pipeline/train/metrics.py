@@ -67,7 +67,7 @@ class Metrics:
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": (self._timer.waited_for_data() - self._waited) / elapsed,
-            **(part("metrics of failed reads")(failed_reads) if failed_reads else {}),
+            **({"data/failed_reads": float(failed_reads[0])} if failed_reads else {}),
             **self._stragglers.log_slow_rank(times, self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
             **_by_machine(self._group.hosts, machines),

@@ -90,7 +90,7 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | Non
         ToTrace(folder, start.step) if config.run.trace else None,
         part("report")(job, start.step, log) if config.track.report else None,
         tracker,
-        part("mirror listener")(mirror) if mirror else None,
+        mirror,
         part("profiler")(job, log) if config.profile.steps else None,
         ToTerminal(job.plan, process.terminal),
         part("advice")(job.plan, log),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipeline.addons.datasets.pack import REQUEST
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store
-from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write, lock, replacing, temporary_sibling
 from pipeline.record.lock import has_name
 
@@ -58,7 +58,7 @@ class Folder:
         return [path.name for path in self._path.glob(".*.json")]
 
     def clean(self) -> None:
-        """Remove the hidden files and unfinished uploads, which a complete pack does not need."""
+        """Remove the hidden files, which a complete pack does not need."""
         for name in self.hidden():
             (self._path / name).unlink()
 
@@ -124,9 +124,6 @@ class Bucket:
     def clean(self) -> None:
         for name in self.hidden():
             self._store.delete(name)
-        with suppress(RunError):  # the pack is complete, and some credentials may not list uploads
-            for split in ("train-", "val-"):
-                self._store.abort_uploads(split)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

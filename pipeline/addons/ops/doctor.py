@@ -20,12 +20,10 @@ from pipeline import errors, supervision
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.plan_table import table
-from pipeline.addons.store import check as store
-from pipeline.addons.store import restore
+from pipeline.addons.store import lease, restore
 from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.access import is_bucket
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.operate import request
@@ -106,7 +104,7 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     if mirror:
         newest = check(
             "mirrored run",
-            lambda: restore.view(Store(mirror), folder, config.run.resume, scratch / "run", _log),
+            lambda: restore.view(Store(mirror), folder, config.run.resume, scratch / "run"),
             lambda found: f"the newest state is in {folder.path if found is folder else mirror}",
         )
         run_folder = newest or folder
@@ -116,10 +114,8 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     source = check(
         "data", lambda: request.open_data(uncached, run_folder), lambda found: found.size.describe()
     )
-    if source and is_bucket(config.data.root):
-        check("data store", lambda: store.check_reads(source.train))
     if mirror:
-        check("mirror", lambda: store.check_mirror(Store(mirror)))
+        check("mirror", lambda: lease.check_mirror(Store(mirror)))
     plan = resume = None
     if source:
         plan = check("plan", lambda: make_plan(config, here, source.size), lambda found: f"\n{table(found)}")

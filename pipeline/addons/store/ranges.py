@@ -6,11 +6,8 @@ in flight return 800 images per second, about as many as one core decodes; with 
 they take 28 MB. Large images are limited by `MAX_BYTES` instead.
 
 Each thread has a connection of its own. It reads with Python's http.client from URLs that boto3 has
-signed: boto3 itself would take as much CPU time for a read as the decoding of the image.
-
-Every failed attempt is counted by kind (`READ_FAILURES`) and made again after a pause that doubles,
-with jitter, while all other reads go on. No attempt lasts for good: one that gets no byte for some
-seconds, or fewer than `_SLOWEST` allows, is abandoned with its connection.
+signed: boto3 itself would take as much CPU time for a read as the decoding of the image. A failed
+attempt is counted, and made again after a pause, while all other reads go on.
 """
 
 import os
@@ -23,69 +20,47 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, NamedTuple
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from botocore.httpsession import get_cert_path
+from urllib3.util import wait_for_read
 
 from pipeline.addons.store.bucket import Store
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.errors import RunError, one_line
 
-READ_FAILURES = ("denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled",
-                 "unreachable", "ignored")  # fmt: skip
-"""The kinds of failed attempts to read an image, each of which is made again."""
 MAX_READS = 256
 """Reads in flight, waiting for another attempt, or ready and not taken."""
 MAX_BYTES = 64 << 20
 """Bytes of these reads, unless a single one has more."""
+_ATTEMPTS = 4
+"""Failed attempts after which a read is an outage. The loader begins it again."""
+_FIRST_PAUSE_S = 0.2  # before the second attempt, then doubled
 _CONNECT_S = 5
-_FIRST_STALL_S, _STALL_S = 3, 10
-"""Time without a byte after which an attempt is abandoned: it doubles with each attempt."""
-_SLOW_S, _SLOWEST = 30, 20_000
-"""Time, and bytes a second of all reads beyond it, after which an attempt is abandoned."""
-_PATIENCE_S, _PATIENCE = 3, 3
-"""Seconds since the first failure, and attempts, after which a read is an outage."""
-_MAX_WRONG = 4
-"""Attempts after which wrong bytes are the object's, not the network's."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 4.0
+_STALL_S = 3  # without a byte, after which an attempt is abandoned: doubled with each attempt
 _SIGNED_S, _SIGN_AGAIN_S = 3600, 300
 """boto3 renews temporary credentials 10 minutes before they expire, so a younger URL is valid."""
 _REFUSED_S = 1.0  # after which the source of the credentials is asked again
 _ERROR_BYTES = 4096  # of the text of an error
+_WRONG_BYTES = "wrong bytes"
 
-
-_FAILURES = {kind: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for kind in READ_FAILURES}
-"""Counters of failed attempts in the kernel, one for this process and the workers it forks."""
+_FAILURES = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+"""A counter of failed attempts in the kernel, one for this process and the workers it forks."""
 
 
 def pop_failures() -> list[int]:
-    """Return the number of failed attempts of each of READ_FAILURES since the last call."""
-    counts = []
-    for counter in _FAILURES.values():
-        try:
-            counts.append(os.eventfd_read(counter))
-        except BlockingIOError:  # it is 0
-            counts.append(0)
-    return counts
-
-
-def failure_metrics(counts: list[int]) -> dict[str, float]:
-    """Return the number of failed attempts to read an image, and of each kind that occurred."""
-    kinds = zip(READ_FAILURES, counts, strict=True)
-    return {"data/failed_reads": float(sum(counts))} | {
-        f"data/failed_reads_{kind}": float(count) for kind, count in kinds if count
-    }
+    """Return the number of failed attempts since the last call, as the only item."""
+    with suppress(BlockingIOError):  # it is 0
+        return [os.eventfd_read(_FAILURES)]
+    return [0]
 
 
 class RangesIgnoredError(OutageError):
     """A store that answers a read of a part with something else, such as the whole object."""
-
-    status = 0
-    """HTTP status of its answer."""
 
 
 class Range(NamedTuple):
@@ -100,8 +75,8 @@ class Range(NamedTuple):
 class _FailedRead(Exception):
     """A failed attempt. Its reason holds no URL, because that is signed."""
 
-    def __init__(self, kind: str, reason: str, status: int = 0) -> None:
-        self.kind, self.reason, self.status = kind, reason, status
+    def __init__(self, reason: str, status: int = 206) -> None:
+        self.reason, self.status = reason, status
 
 
 class RangeReader:
@@ -111,8 +86,6 @@ class RangeReader:
         """locate: returns where the part of a number is."""
         self._place, self._locate = place, locate
         self._reads: dict[int, Future[bytes]] = {}
-        self._wanted: set[int] = set()
-        """Their numbers, for the threads: a read that nobody wants any more is not repeated."""
         self._bytes = 0  # of self._reads
         self._uses: Counter[int] = Counter()
         """Number of times that each expected part will be taken (repeated augmentation)."""
@@ -131,14 +104,14 @@ class RangeReader:
         self._uses = Counter(numbers)
         for number in self._reads.keys() - self._uses.keys():
             self._drop(number)
-        self._expected = deque(number for number in self._uses if number not in self._reads)
+        self._expected = deque(self._uses)
         self._begin_expected()
 
     def take(self, number: int) -> bytes:
         """Return the bytes of a part, expected or not.
 
         Raises UnreadableError if the object has other bytes there, OutageError if the store does
-        not return it for some seconds; the next call then waits again.
+        not return it for some seconds; the next call then begins again.
         """
         read = self._reads.get(number)
         if read and read.done() and isinstance(read.exception(), OutageError):
@@ -164,171 +137,110 @@ class RangeReader:
     def _begin_expected(self) -> None:
         """Begin expected reads as far as the limits allow."""
         while self._expected and len(self._reads) < MAX_READS:
-            part = self._locate(self._expected[0])
-            if self._reads and self._bytes + part.size > MAX_BYTES:
-                return
-            number = self._expected.popleft()
-            if number not in self._reads:  # it may have been taken before its turn
+            number = self._expected[0]
+            if number not in self._reads and self._uses[number]:  # it may have been taken before its turn
+                part = self._locate(number)
+                if self._reads and self._bytes + part.size > MAX_BYTES:
+                    return
                 self._begin(number, part)
+            self._expected.popleft()
 
     def _begin(self, number: int, part: Range) -> None:
         self._bytes += part.size
-        self._wanted.add(number)
         self._reads[number] = self._threads.submit(self._read, number, part)
 
     def _drop(self, number: int) -> None:
-        self._wanted.discard(number)
         self._reads.pop(number).cancel()
         self._bytes -= self._locate(number).size
 
     # in a thread
 
     def _read(self, number: int, part: Range) -> bytes:
-        """Return the bytes of a part, after as many attempts as it takes."""
-        kinds: list[str] = []
-        give_up, pause = 0.0, _FIRST_PAUSE_S
-        while True:
+        """Return the bytes of a part, after some attempts if it takes them."""
+        failures = []
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
-                return self._attempt(part, min(_STALL_S, _FIRST_STALL_S << min(4, len(kinds))))
+                return self._attempt(part, _STALL_S << attempt)
             except _FailedRead as failure:
-                kinds.append(failure.kind)
-                give_up = give_up or time.monotonic() + _PATIENCE_S
-                os.eventfd_write(_FAILURES[failure.kind], 1)
-                if failure.status == 403:
-                    with self._lock:
-                        self._urls.pop(part.name, None)  # sign another one
-                if kinds.count("wrong_bytes") >= _MAX_WRONG:
-                    changed = f"{part.name} has changed at byte {part.offset:,} since it was packed"
-                    raise UnreadableError(changed) from None
-                is_outage = len(kinds) >= _PATIENCE and time.monotonic() > give_up
-                if is_outage or number not in self._wanted or not threading.main_thread().is_alive():
-                    raise self._outage(part, failure) from None
-            time.sleep(pause * random.uniform(0.5, 1.5))
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-    def _outage(self, part: Range, failure: _FailedRead) -> OutageError:
-        problem = f"the store is out of reach ({self._place}/{part.name}: {failure.reason})"
-        remedy = "give the same command again once it is back"
-        if failure.status == 206 or not 200 <= failure.status < 400:
-            return OutageError(problem, remedy)
-        error = RangesIgnoredError(problem, remedy)
-        error.status = failure.status
-        return error
+                failures.append(failure)
+            os.eventfd_write(_FAILURES, 1)
+            if number not in self._reads or not threading.main_thread().is_alive():
+                break  # nobody wants it any more
+        if all(failure.reason == _WRONG_BYTES for failure in failures):  # of the object, not of the network
+            raise UnreadableError(f"{part.name} has changed at byte {part.offset:,} since it was packed")
+        last = failures[-1]
+        kind = RangesIgnoredError if last.status < 400 and last.status != 206 else OutageError
+        problem = f"the store is out of reach ({self._place}/{part.name}: {last.reason})"
+        raise kind(problem, "give the same command again once it is back")
 
     def _attempt(self, part: Range, stall_s: float) -> bytes:
         """Return the bytes of a part. Raises _FailedRead."""
         url = self._url(part.name)
-        end = time.monotonic() + _SLOW_S + part.size * len(self._reads) / _SLOWEST  # they share the link
-        is_complete = False
+        connection = self._connection(url)
+        is_free = False
         try:
-            answer = self._ask(url, part, stall_s)
-            data, is_complete = _body(answer, max(part.size, _ERROR_BYTES), end)
+            connection.sock.settimeout(stall_s)
+            path = url[url.index("/", len("https://")) :]
+            end = part.offset + part.size - 1
+            connection.request("GET", path, headers={"Range": f"bytes={part.offset}-{end}"})
+            answer = connection.getresponse()
+            data = answer.read(part.size if answer.status == 206 else _ERROR_BYTES)
+            is_free = answer.length == 0
         except TimeoutError:
-            raise _FailedRead("stalled", "the connection has stalled") from None
+            raise _FailedRead("the connection has stalled") from None
         except (HTTPException, OSError):
-            raise _FailedRead("truncated", "the connection was closed") from None
+            raise _FailedRead("the connection was closed") from None
         finally:
-            if not is_complete:
-                self._disconnect()
-        _check(answer.status, data, part)
+            if not is_free:
+                connection.close()
+        if answer.status == 206 and len(data) < part.size:
+            raise _FailedRead(f"{len(data):,} of {part.size:,} bytes")
+        if answer.status == 416 or (answer.status == 206 and zlib.crc32(data) != part.crc):
+            raise _FailedRead(_WRONG_BYTES)
+        if answer.status != 206:
+            code = re.search(rb"<Code>(\w{1,60})</Code>", data)
+            reason = f"status {answer.status}, not 206{f': {code[1].decode()}' if code else ''}"
+            with self._lock:
+                self._urls.pop(part.name, None)  # sign another one: it may have expired
+            raise _FailedRead(reason, answer.status)
         return data
 
-    def _ask(self, url: str, part: Range, stall_s: float) -> HTTPResponse:
-        """Return the answer to a request for a part, without its body."""
+    def _connection(self, url: str) -> HTTPConnection:
+        """Return the connection of this thread, for https through the proxy of the environment."""
         connection: HTTPConnection | None = getattr(self._local, "connection", None)
-        is_new = connection is None or connection.sock is None
-        if connection is None or is_new:
-            connection = self._connect(url)
-        connection.sock.settimeout(stall_s)
-        try:
-            end = part.offset + part.size - 1
-            connection.request(
-                "GET", self._local.prefix + _path(url), headers={"Range": f"bytes={part.offset}-{end}"}
-            )
-            return connection.getresponse()
-        except (BrokenPipeError, ConnectionResetError):
-            if is_new:
-                raise
-            self._disconnect()  # the store has closed a connection that was not used for a while
-            return self._ask(url, part, stall_s)
-
-    def _connect(self, url: str) -> HTTPConnection:
-        """Connect this thread to the store, through the proxy that the environment names."""
+        if connection and connection.sock and not wait_for_read(connection.sock, 0):
+            return connection  # which the store has not closed meanwhile
         store = urlsplit(url)
-        proxy = "" if proxy_bypass(store.netloc) else getproxies().get(store.scheme, "")
-        self._local.prefix = f"http://{store.netloc}" if proxy and store.scheme == "http" else ""
-        address = urlsplit(proxy) if proxy else store
-        connect: Any = (
-            partial(HTTPSConnection, context=self._tls) if store.scheme == "https" else HTTPConnection
-        )
-        connection: HTTPConnection = connect(address.hostname, address.port, timeout=_CONNECT_S)
-        if proxy and store.scheme == "https":
-            connection.set_tunnel(store.hostname or "", store.port)
+        host = store.hostname or ""
+        if store.scheme == "http":
+            connection = HTTPConnection(host, store.port, timeout=_CONNECT_S)
+        else:
+            proxy = urlsplit("" if proxy_bypass(store.netloc) else getproxies().get("https", ""))
+            first, port = proxy.hostname or host, proxy.port or store.port
+            connection = HTTPSConnection(first, port, timeout=_CONNECT_S, context=self._tls)
+            if proxy.hostname:
+                connection.set_tunnel(host, store.port)
         try:
             connection.connect()
         except (HTTPException, OSError) as error:
-            raise _FailedRead("unreachable", one_line(error)) from None
+            raise _FailedRead(one_line(error)) from None
         self._local.connection = connection
         return connection
-
-    def _disconnect(self) -> None:
-        if hasattr(self._local, "connection"):
-            self._local.connection.close()
 
     def _url(self, name: str) -> str:
         """Return the signed URL of an object."""
         with self._lock:
             found, until = self._urls.get(name, ("", 0.0))
-            if time.monotonic() > until:
+            now = time.monotonic()
+            if now > until:
                 try:
                     self._store = self._store or Store(self._place)
-                    found = self._store.presign(name, _SIGNED_S)
-                    until = time.monotonic() + _SIGN_AGAIN_S
+                    found, until = self._store.presign(name, _SIGNED_S), now + _SIGN_AGAIN_S
                 except RunError as error:  # the source of the credentials may be away for a moment
-                    self._store, found = None, error
-                    until = time.monotonic() + _REFUSED_S
+                    self._store, found, until = None, error, now + _REFUSED_S
                 self._urls[name] = found, until
         if isinstance(found, RunError):
-            raise _FailedRead("denied", str(found))
+            raise _FailedRead(str(found))
         return found
-
-
-def _path(url: str) -> str:
-    return url[url.index("/", len("https://")) :]
-
-
-def _body(answer: HTTPResponse, limit: int, end: float) -> tuple[bytes, bool]:
-    """Return a body, or a little more than `limit` of it, and True if the connection is free then.
-
-    Raises TimeoutError at `end`: a timeout of the socket is for each piece.
-    """
-    if answer.status != 206 and answer.status < 400:
-        return b"", False  # it may be the whole object
-    data, length = bytearray(), answer.length
-    size = limit + 1 if length is None else min(length, limit + 1)
-    while len(data) < size and (piece := answer.read1(size - len(data))):
-        data += piece
-        if time.monotonic() > end:
-            raise TimeoutError
-    answer.close()
-    return bytes(data), len(data) == length
-
-
-def _check(status: int, data: bytes, part: Range) -> None:
-    """Raise _FailedRead unless an answer has the bytes of a part."""
-    if status == 206:
-        if len(data) > part.size:
-            raise _FailedRead("truncated", "more bytes than asked", status)
-        if len(data) < part.size:
-            raise _FailedRead("truncated", f"{len(data):,} of {part.size:,} bytes", status)
-        if zlib.crc32(data) != part.crc:
-            raise _FailedRead("wrong_bytes", "wrong bytes", status)
-        return
-    if status == 416:
-        raise _FailedRead("wrong_bytes", "the object is shorter", status)
-    if 200 <= status < 300:
-        raise _FailedRead("ignored", f"status {status} and not 206: it ignores the range of a read", status)
-    code = re.search(rb"<Code>(\w{1,60})</Code>", data)
-    kinds = {403: "denied", 404: "missing", 429: "slow_down", 503: "slow_down"}
-    reason = f"{status} {code[1].decode()}" if code else f"status {status}"
-    raise _FailedRead(kinds.get(status, "server_error"), reason, status)

@@ -6,11 +6,8 @@ Nothing in it is synced, and its processes share no state but one byte for each 
 
 A cache holds a fixed part of the pack: the first images of the index, train before val, as far as
 its limit goes. It evicts nothing: in an epoch each image is used once, in random order, so any part
-of a size gives the same rate of hits, and the best possible one.
-
-    DIR/<16 hex of the index's digest>/
-        train.images, val.images  the images in the order of the index, sparse
-        train.kept, val.kept      one byte for each image: 1 if it was written
+of a size gives the same rate of hits, and the best possible one. The sparse file train.images has
+the images in the order of the index, train.kept one byte for each: 1 if it was written.
 """
 
 import mmap
@@ -43,57 +40,44 @@ class Cache:
     def __init__(self, folder: Path, split_name: str, split: Split, limit: int) -> None:
         """limit: bytes. A folder that cannot be written is reported, and nothing is kept."""
         self._folder = folder
-        self._has_failed = mmap.mmap(-1, 1)  # shared with the workers
         self._ends = np.cumsum(split.sizes.clip(0))
         self._num_kept = int(np.searchsorted(self._ends, limit, side="right"))
-        self.full_bytes = int(self._ends[-1])
-        """Bytes that the whole split takes."""
-        self._kept: mmap.mmap | None = None
+        self._kept: mmap.mmap | bytearray = bytearray(len(split))
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._images = os.open(folder / f"{split_name}.images", _OPEN, 0o666)
-            descriptor = os.open(folder / f"{split_name}.kept", _OPEN, 0o666)
-            try:
-                # without this, a mark on a full disk ends in a bus error
-                os.posix_fallocate(descriptor, 0, len(split))
-                self._kept = mmap.mmap(descriptor, len(split))
-            finally:
-                os.close(descriptor)
+            marks = os.open(folder / f"{split_name}.kept", _OPEN, 0o666)
+            os.posix_fallocate(marks, 0, len(split))  # without it, a mark on a full disk ends in a bus error
+            self._kept = mmap.mmap(marks, len(split))
+            os.close(marks)
         except OSError as error:
-            self._warn(error)
+            self._end(error)
 
     def has(self, i: int) -> bool:
-        return self._kept is not None and self._kept[i] == 1
+        return self._kept[i] == 1
 
     def read(self, i: int, part: Range) -> bytes | None:
-        """Return the bytes of image i, which is kept, or None if they have changed."""
-        assert self._kept
-        with suppress(OSError):
-            data = os.pread(self._images, part.size, self._offset(i, part))
-            if len(data) == part.size and zlib.crc32(data) == part.crc:
-                return data
-        self._kept[i] = 0
+        """Return the bytes of image i, or None if they are not kept or have changed."""
+        if self.has(i):
+            with suppress(OSError):
+                data = os.pread(self._images, part.size, int(self._ends[i]) - part.size)
+                if len(data) == part.size and zlib.crc32(data) == part.crc:
+                    return data
+            self._kept[i] = 0
         return None
 
-    def write(self, i: int, part: Range, data: bytes) -> None:
+    def write(self, i: int, data: bytes) -> None:
         """Keep image i if it belongs to the part that is kept."""
-        if i >= self._num_kept or self._kept is None or self._has_failed[0]:
-            return
-        try:
-            if os.pwrite(self._images, data, self._offset(i, part)) == part.size:
-                self._kept[i] = 1
-        except OSError as error:
-            self._warn(error)
+        if i < self._num_kept:
+            try:
+                if os.pwrite(self._images, data, int(self._ends[i]) - len(data)) == len(data):
+                    self._kept[i] = 1
+            except OSError as error:
+                self._end(error)
 
-    def _offset(self, i: int, part: Range) -> int:
-        return int(self._ends[i]) - part.size
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_failed[0]:
-            self._has_failed[0] = 1
-            log(
-                f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there"
-            )
+    def _end(self, error: OSError) -> None:
+        self._num_kept = 0
+        log(f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there")
 
 
 @dataclass(frozen=True)
@@ -112,20 +96,19 @@ class StoreImages(SplitImages):
             raise UnreadableError(NOT_PACKED)
         if not part.size:
             return b""
-        data = self.cache.read(i, part) if self.cache and self.cache.has(i) else None
+        data = self.cache.read(i, part) if self.cache else None
         if data is None:
             data = self._reader().take(i)
             if self.cache:
-                self.cache.write(i, part, data)
+                self.cache.write(i, data)
         return file_or_pixels(data)
 
     def expect(self, samples: Iterable[int]) -> None:
+        """Begin to read these images, see `access.Images`."""
         wanted = list(samples)
         sizes = self.split.sizes[wanted].tolist()
         wanted = [i for i, size in zip(wanted, sizes, strict=True) if 0 < size <= MAX_FILE_BYTES]
-        if self.cache:
-            wanted = [i for i in wanted if not self.cache.has(i)]
-        self._reader().expect(wanted)
+        self._reader().expect([i for i in wanted if not (self.cache and self.cache.has(i))])
 
     def part(self, i: int) -> Range:
         """Return where image i is."""
@@ -151,47 +134,33 @@ def _without_cache(place: str, split: Split, split_name: str, upright: bool) -> 
 
 
 def open_index(place: str) -> Index:
-    """Return the index of a pack in a bucket. Raises RequestError, OutageError."""
+    """Return the index of a pack in a bucket.
+
+    Raises RequestError, also if the store does not return parts of objects, which one read shows;
+    OutageError if it does not answer.
+    """
     store = Store(place)
     index = pack.open_index(store)
-    check_ranges(store, index)
+    images = StoreImages(store, index.train, "train")
+    try:
+        images.read(int(np.argmax(index.train.sizes > 0)))
+    except RangesIgnoredError as error:
+        remedy = "use a store that honours ranges, check AWS_ENDPOINT_URL, or copy the pack to a disk"
+        raise RequestError(f"data.root={store} cannot be read in parts: {error.problem}", remedy) from None
+    except UnreadableError:
+        pass  # an image that has changed is named when it is used
+    finally:
+        images.close()
     return index
 
 
 def open_images(
     place: str, index: Index, cache: Path | None, cache_gib: float
 ) -> tuple[StoreImages, StoreImages]:
-    """Return the training and validation images of a pack in a bucket.
-
-    cache: see `data.cache`, with at most `cache_gib`.
-    """
-    store, cache_bytes = Store(place), int(cache_gib * 2**30)
-    train = val = None
-    if cache:
-        folder = cache_folder(cache, index.digest)
-        train = Cache(folder, "train", index.train, cache_bytes)
-        val = Cache(folder, "val", index.val, cache_bytes - train.full_bytes)
-    return (
-        StoreImages(store, index.train, "train", train, upright=index.upright),
-        StoreImages(store, index.val, "val", val, upright=index.upright),
-    )
-
-
-def check_ranges(store: Store, index: Index) -> None:
-    """Raise RequestError if the store does not return parts of objects, which one read shows.
-
-    Raises OutageError if it does not answer.
-    """
-    images = StoreImages(store, index.train, "train")
-    try:
-        images.read(int(np.argmax(index.train.sizes > 0)))
-    except RangesIgnoredError as error:
-        raise RequestError(
-            f"data.root={store}: the store answers a read of a part of an object with"
-            f" {error.status}, not 206",
-            "use a store that honours ranges, check AWS_ENDPOINT_URL, or copy the pack to a disk",
-        ) from None
-    except UnreadableError:
-        pass  # an image that has changed is named when it is used
-    finally:
-        images.close()
+    """Return the training and validation images of a pack in a bucket. cache: see `data.cache`."""
+    images, left = [], int(cache_gib * 2**30)
+    for name, split in (("train", index.train), ("val", index.val)):
+        kept = Cache(cache_folder(cache, index.digest), name, split, left) if cache else None
+        left -= int(split.sizes.clip(0).sum())
+        images.append(StoreImages(Store(place), split, name, kept, upright=index.upright))
+    return images[0], images[1]

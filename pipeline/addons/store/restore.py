@@ -4,212 +4,155 @@ It takes the newest checkpoint that verifies and the journal that goes with it, 
 under its id, as one MLflow run. No torch here.
 """
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
-from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
 from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, last_event, run_id
+from pipeline.record.terminal import make_terminal
 
 CHECKPOINTS = "checkpoints/"
-ABANDONED = "abandoned.json"
-"""The checkpoints in the mirror that a rollback has discarded, a JSON list of names."""
-_MAX_ABANDONED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
 class Comparison:
     """The contents of a mirror, compared with a run's folder."""
 
-    store: Store
-    folder: RunFolder
-    log: Callable[[str], None]
-    names: list[str]
-    """The mirror's checkpoints that count, newest first."""
-    abandoned: set[str]
-    """Its checkpoints that a rollback has discarded."""
-    journal: Path
-    """A copy of its journal, or the path of no file."""
-    is_resumed: bool
-    """This start continues the run, here or in the mirror."""
-    has_newer_records: bool
-    """The mirror's records replace those of the folder."""
-    is_rolled_back: bool
-    """The run was rolled back on another disk: what only this one has no longer counts."""
+    def __init__(
+        self, store: Store, folder: RunFolder, resume: str, is_restart: Callable[[Path], bool], scratch: Path
+    ) -> None:
+        """Compare. `scratch` gets the mirror's journal.
 
-    def counts(self, name: str) -> bool:
-        """Return True if a checkpoint of the folder may be resumed from."""
-        return not self.is_rolled_back or name in self.names
+        resume: `run.resume`. is_restart: see `open_mirror`. Raises RequestError if this start would
+        replace a run, or later steps, in the mirror.
+        """
+        self._store, self._folder, self._place = store, folder, f"checkpoint.mirror={store}"
+        self._log = make_terminal(is_main=True).log
+        self.names = names_there(store)
+        """The mirror's checkpoints, newest first."""
+        self._journal = scratch / folder.journal.name
+        with suppress(MissingError):
+            store.read_to(self._journal.name, self._journal)
+        here, there = run_id(folder.journal), run_id(self._journal)
+        is_restart_here = is_restart(folder.journal)
+        self._is_rolled_back = not is_restart_here and is_restart(self._journal)
+        """The run was rolled back on another disk: what only this one has no longer counts."""
+        is_newer = newest_step(self.names) > newest_step(names_here(folder))
+        is_resumed = resume == "auto" or Path(resume).absolute() == folder.path.absolute()
+        self.is_resumed = is_resumed or is_restart_here or self._is_rolled_back
+        """This start continues the run, here or in the mirror."""
+        lost = ""
+        match there, here, self.is_resumed:
+            case None, _, _:
+                pass  # an empty mirror, whatever is here
+            case _, None, True:
+                pass  # an empty disk: the run continues here
+            case _, None, False:
+                lost = "a run"
+            case _ if here != there:
+                lost = "another run"
+            case _, _, True:
+                pass  # the same run: it continues from the newer of the two
+            case _, _, False:  # the same run, which begins again from step 0 or from a checkpoint
+                lost = "a run" if resume == "never" else "a later step" if is_newer else ""
+        if lost:
+            remedy = "give another prefix, or remove what it holds"
+            raise RequestError(f"{self._place} holds {lost}, and run.resume={resume}", remedy)
+        is_ahead = is_newer or self._is_rolled_back or here is None
+        self.has_newer_records = self.is_resumed and is_ahead and there is not None
+        """The mirror's records replace those of the folder."""
 
     def restore(self) -> None:
         """Download the records and checkpoints of the mirror if it is ahead.
 
-        Nothing changes here before a checkpoint has verified. Then the records come first, and the
-        newest checkpoint last: a restore that was killed is done again, for the same run and with
-        its best model.
+        The records come first, and the newest checkpoint last: a restore that was killed is done
+        again, for the same run and with its best model.
         """
-        folder = self.folder
-        with tempfile.TemporaryDirectory(dir=folder.checkpoints, prefix=".") as scratch:
-            newest = self.newest_verified(Path(scratch))
-            discarded = [path for path in list_checkpoints(folder.checkpoints) if not self.counts(path.name)]
+        folder = self._folder
+        with tempfile.TemporaryDirectory(dir=folder.checkpoints, prefix=".") as temporary:
+            scratch = Path(temporary)
+            discarded = list_checkpoints(folder.checkpoints) if self._is_rolled_back else []
             if discarded:
                 aside = folder.set_aside_files(discarded)
-                self.log(f"set aside in {aside}: checkpoint.mirror={self.store} was rolled back")
+                self._log(f"set aside in {aside}: {self._place} was rolled back")
+            newest = self._newest_verified(scratch)
             if self.has_newer_records:
-                folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
-                for record in records(folder):
-                    with suppress(MissingError), folder.replacing(record) as temporary:
-                        self.download_record(record.name, temporary, newest)
-                if newest is None and self.journal.exists():
-                    complete = f"checkpoint.mirror={self.store} holds no complete checkpoint of its run"
-                    self.log(f"{complete}: training begins at step 0")
+                self._restore_records(has_checkpoint=newest is not None)
             if newest is None or newest.parent == folder.checkpoints:
                 return
-            here = names_here(folder)
-            older = [name for name in self.names if name not in here and step(name) < step(newest.name)]
-            downloaded = [newest.parent / name for name in older if self._is_downloaded(name, newest.parent)]
-            for path in (*reversed(downloaded), newest):
+            older = [name for name in self.names if step(name) < step_of(newest)]
+            missing = [name for name in older if name not in names_here(folder)]
+            restored = [name for name in missing if self._verifies(scratch / name, is_there=True)]
+            for name in (*reversed(restored), newest.name):
                 folder.check_ours()
-                os.replace(path, folder.checkpoints / path.name)
-        self.log(f"restored step {step(newest.name):,} from checkpoint.mirror={self.store}")
+                os.replace(scratch / name, folder.checkpoints / name)
+        self._log(f"restored step {step_of(newest):,} from {self._place}")
 
-    def newest_verified(self, target: Path) -> Path | None:
-        """Return the newest checkpoint that verifies, here or downloaded to `target`, or None.
+    def _restore_records(self, *, has_checkpoint: bool) -> None:
+        self._folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
+        for record in records(self._folder):
+            with suppress(MissingError), self._folder.replacing(record) as temporary:
+                self._store.read_to(record.name, temporary)
+                if record == self._folder.journal and not has_checkpoint:
+                    # those that it names were never uploaded completely
+                    Journal(temporary, self._log).log_event("restored")
+                    self._log(f"{self._place} holds no complete checkpoint: training begins at step 0")
+
+    def _newest_verified(self, scratch: Path) -> Path | None:
+        """Return the newest checkpoint that verifies, here or downloaded to `scratch`, or None.
 
         Raises StorageError if the mirror has checkpoints, or had one by its journal, and none
         verifies.
         """
-        here = [name for name in names_here(self.folder) if self.counts(name)]
-        for name in _newest_first({*here, *self.names}):
-            path = self.folder.checkpoints / name
-            try:
-                if name in here and read_verified(path):
-                    return path
-            except StorageError as error:
-                self.log(f"{error}; looking for another")
-            if name in self.names and self._is_downloaded(name, target):
-                return target / name
-        if set(self.names) - set(names_there(self.store)):
-            problem = f"checkpoint.mirror={self.store} has changed meanwhile"
-            raise TemporaryError(problem, "give the same command again")
-        known = None if here else last_event(self.journal, "mirrored").get("checkpoint")
-        if self.names:
-            problem = f"no checkpoint in checkpoint.mirror={self.store} verifies"
-        elif known:
-            problem = f"checkpoint.mirror={self.store} holds no checkpoint, and its journal names {known}"
-        else:
+        here = names_here(self._folder)
+        for name in sorted({*here, *self.names}, key=step, reverse=True):
+            if name in here and self._verifies(self._folder.checkpoints / name):
+                return self._folder.checkpoints / name
+            if name in self.names and self._verifies(scratch / name, is_there=True):
+                return scratch / name
+        if set(self.names) - set(names_there(self._store)):  # its run has replaced some
+            raise TemporaryError(f"{self._place} has changed meanwhile", "give the same command again")
+        known = None if here else last_event(self._journal, "mirrored").get("checkpoint")
+        if not self.names and not known:
             return None
+        named = f", and its journal names {known}" if known else ""
         again = "start again with run.resume=never and another checkpoint.mirror"
-        raise StorageError(problem, f"restore one from a copy, or {again}")
+        remedy = f"restore one from a copy, or {again}"
+        raise StorageError(f"no checkpoint in {self._place} verifies{named}", remedy)
 
-    def _is_downloaded(self, name: str, target: Path) -> bool:
-        """Download a checkpoint to the folder `target`; return False if it is damaged or gone."""
-        path = target / name
+    def _verifies(self, path: Path, *, is_there: bool = False) -> bool:
+        """Return True if a checkpoint verifies. is_there: download it first."""
         try:
-            self.store.read_to(CHECKPOINTS + name, path)
-        except MissingError as error:
-            self.log(f"{error}; looking for another")
+            if is_there:
+                self._store.read_to(CHECKPOINTS + path.name, path)
+            return bool(read_verified(path))
+        except (MissingError, StorageError) as error:
+            self._log(f"{error}; looking for another")
             return False
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest.startswith(name.split(".")[1]):
-            return True
-        damaged = f"{self.store}/{CHECKPOINTS}{name} is damaged: its SHA-256 begins {digest[:16]}"
-        self.log(f"{damaged}; looking for another")
-        path.unlink()
-        return False
-
-    def download_record(self, name: str, path: Path, newest: Path | None) -> None:
-        """Download a record. Raises MissingError.
-
-        newest: the checkpoint that goes with it. Without one, the journal gets the event
-        `restored`: the checkpoints that it names before were never uploaded completely.
-        """
-        self.store.read_to(name, path)
-        if name == self.folder.journal.name and newest is None:
-            Journal(path, lambda _: None).log_event("restored")
 
 
-def compare(
-    store: Store, folder: RunFolder, resume: str, is_restart: Callable[[Path], bool], scratch: Path,
-    log: Callable[[str], None],
-) -> Comparison:  # fmt: skip
-    """Compare the mirror with a run's folder. `scratch` gets its journal.
+def view(store: Store, folder: RunFolder, resume: str, scratch: Path) -> RunFolder:
+    """Return the folder that a start here would resume: `folder`, or a copy of the mirror.
 
-    resume, is_restart: see `Mirror.open`. Raises RequestError if this start would replace a run, or
-    later steps, in the mirror.
-    """
-    abandoned, journal = _abandoned_names(store), scratch / folder.journal.name
-    names = [name for name in names_there(store) if name not in abandoned]
-    with suppress(MissingError):
-        store.read_to(journal.name, journal)
-    is_restarted_elsewhere = not is_restart(folder.journal) and is_restart(journal)
-    is_resumed = is_restart(folder.journal) or is_restarted_elsewhere
-    is_resumed = is_resumed or resume == "auto" or Path(resume).absolute() == folder.path.absolute()
-    is_newer = newest_step(names) > newest_step(names_here(folder))
-    refused = f"checkpoint.mirror={store} holds %s", "give another prefix, or remove what it holds"
-    match journal.exists(), run_id(folder.journal), is_resumed:
-        case False, _, _:
-            pass  # an empty mirror, whatever is here
-        case True, None, True:
-            pass  # an empty disk: the run continues here
-        case True, None, False:
-            raise RequestError(refused[0] % f"a run, and run.resume={resume}", refused[1])
-        case True, run, _ if run != run_id(journal):
-            raise RequestError(refused[0] % "another run", refused[1])
-        case True, _, True:
-            pass  # the same run: it continues from the newer of the two
-        case True, _, False:  # the same run, which begins again from step 0 or from a checkpoint
-            if resume == "never":
-                raise RequestError(refused[0] % "a run, and run.resume=never", refused[1])
-            if is_newer:
-                later = f"a later step than {folder.path}, and run.resume={resume}"
-                raise RequestError(refused[0] % later, refused[1])
-    has_newer = is_newer or is_restarted_elsewhere or not folder.journal.exists()
-    return Comparison(
-        store,
-        folder,
-        log,
-        names,
-        abandoned,
-        journal,
-        is_resumed,
-        is_resumed and has_newer,
-        is_restarted_elsewhere,
-    )
-
-
-def view(
-    store: Store, folder: RunFolder, resume: str, scratch: Path, log: Callable[[str], None]
-) -> RunFolder:
-    """Return the folder that a start here would resume.
-
-    It is `folder`, unless it gets its newest checkpoint or its records from the mirror: then
-    `scratch` gets these. Changes neither `folder` nor the mirror. Raises what `Mirror.open` does.
+    The copy is in `scratch`. Changes neither `folder` nor the mirror. Raises what `open_mirror`
+    does.
     """
     copy = RunFolder(scratch)
     try:
         copy.checkpoints.mkdir(parents=True)
-        found = compare(store, folder, resume, lambda _: False, scratch, log)
-        newest = found.newest_verified(copy.checkpoints) if found.is_resumed else None
-        if newest.parent == folder.checkpoints if newest else not found.has_newer_records:
+        if not Comparison(store, folder, resume, lambda _: False, copy.checkpoints).has_newer_records:
             return folder
-        for record in records(copy):
-            with suppress(MissingError):
-                found.download_record(record.name, record, newest)
-        return copy if newest or any(record.exists() for record in records(copy)) else folder
+        Comparison(store, copy, "auto", lambda _: False, copy.checkpoints).restore()
+        return copy
     except OSError as error:
         problem = f"{scratch} cannot be written: {error.strerror}"
-        raise RequestError(problem, "set TMPDIR to a folder with room for a checkpoint") from None
+        raise RequestError(problem, "set TMPDIR to a folder with room for the checkpoints") from None
 
 
 def records(folder: RunFolder) -> list[Path]:
@@ -218,7 +161,6 @@ def records(folder: RunFolder) -> list[Path]:
 
 
 def step(name: str) -> int:
-    """Return the step in a checkpoint's name."""
     return step_of(Path(name))
 
 
@@ -234,20 +176,5 @@ def names_here(folder: RunFolder) -> list[str]:
 
 def names_there(store: Store) -> list[str]:
     """Return the names of the checkpoints in the mirror, newest first."""
-    entries = sorted(store.list(CHECKPOINTS), key=lambda entry: entry.modified, reverse=True)
-    return _newest_first(entry.name.removeprefix(CHECKPOINTS) for entry in entries)
-
-
-def _newest_first(names: Iterable[str]) -> list[str]:
+    names = (entry.name.removeprefix(CHECKPOINTS) for entry in store.list(CHECKPOINTS))
     return sorted(filter(NAME.fullmatch, names), key=step, reverse=True)
-
-
-def _abandoned_names(store: Store) -> set[str]:
-    try:
-        return set(filter(NAME.fullmatch, parse_json(store.read(ABANDONED, _MAX_ABANDONED_BYTES))))
-    except MissingError:
-        return set()
-    except (ValueError, TypeError):
-        raise StorageError(
-            f"{store}/{ABANDONED} is not a list of checkpoints", "restore it from a copy"
-        ) from None
