@@ -72,7 +72,7 @@ def _variable(text: str) -> str:
 
 
 def _rehearse(options: argparse.Namespace) -> str | int:
-    from pipeline.addons.deploy.rehearse import Fault, RehearsalOptions, rehearse
+    from pipeline.addons.deploy.rehearse import Fault, rehearse
 
     if options.data and not os.path.isdir(options.data):
         raise RequestError(f"--data {options.data} is not a folder")
@@ -80,12 +80,7 @@ def _rehearse(options: argparse.Namespace) -> str | int:
     for fault in (*options.kill, *options.cut):
         node, step, *seconds = re.split("[@:]", fault)
         faults.append(Fault(int(node), int(step), *map(float, seconds)))
-    low, high = options.nodes
-    return rehearse(RehearsalOptions(
-        recipe=options.recipe, overrides=options.overrides, num_nodes=high, min_nodes=low,
-        nproc=options.nproc, gpus=options.gpus, image=options.image, data=options.data, runs=options.runs,
-        env=options.env, faults=faults,
-    ))  # fmt: skip
+    return rehearse(options, faults)
 
 
 def _add_render(actions: Commands) -> None:

@@ -7,6 +7,7 @@ removed at the end, also on Ctrl-C: all of it has one label, and removal finds i
 by what this process remembers.
 """
 
+import argparse
 import contextlib
 import json
 import math
@@ -16,10 +17,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.containers import Container
@@ -30,7 +29,6 @@ from docker import DockerClient
 from pipeline import errors
 from pipeline.addons.deploy import node as node_settings
 from pipeline.config.load import load
-from pipeline.config.schema import Config
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError, one_line
 from pipeline.guards.signals import handle
 
@@ -41,8 +39,7 @@ _LAST_NODES_S = 40.0  # longer than torchrun gives the ranks of a node to end
 _API_TIMEOUT_S = 60
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A fault to inject into a node when the journal reaches a step."""
 
     node: int
@@ -51,61 +48,39 @@ class Fault:
     """Seconds without a network; None: the node is killed."""
 
     def __str__(self) -> str:
-        if self.seconds is None:
-            return f"kill node {self.node}"
-        return f"disconnect node {self.node} for {self.seconds:g} s"
+        return f"{'kill' if self.seconds is None else f'disconnect for {self.seconds:g} s'} node {self.node}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RehearsalOptions:
-    recipe: str
-    overrides: list[str]
-    num_nodes: int
-    min_nodes: int | None = None
-    """The job also trains with fewer nodes, down to this number. None: `num_nodes`."""
-    nproc: int
-    """Processes of a node without GPUs; otherwise there is one for each GPU."""
-    gpus: int
-    image: str
-    data: Path | None
-    """Folder of this machine that is mounted read-only as /data in the nodes."""
-    runs: str | None
-    """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
-    faults: Sequence[Fault]
-    env: Sequence[str]
-    """Additional variables of the nodes, as NAME=VALUE."""
-
-    @property
-    def processes(self) -> int:
-        """Processes of a node."""
-        return self.gpus or self.nproc
-
-
-def rehearse(request: RehearsalOptions) -> str | int:
+def rehearse(options: argparse.Namespace, faults: list[Fault]) -> str | int:
     """Run a rehearsal; return the done line, or exit code 1 if a node failed for good.
 
-    Raises the error of a preflight that fails permanently.
+    options: the arguments of the command. Raises the error of a preflight that fails permanently.
     """
-    if request.gpus and request.nproc != 1:
-        raise RequestError(f"--nproc {request.nproc} is for nodes without GPUs: leave --nproc or --gpus out")
-    config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
+    if options.gpus and options.nproc != 1:
+        raise RequestError(f"--nproc {options.nproc} is for nodes without GPUs: leave --nproc or --gpus out")
+    config = load(options.recipe, [f"run.dir=/runs/{Path(options.recipe).stem}", *options.overrides])
     node_settings.check_resume_is_auto(config)
-    allowed = node_settings.allowed_nodes(
-        config, request.min_nodes or request.num_nodes, request.num_nodes, request.processes
-    )
-    for fault in request.faults:
-        if fault.node >= request.num_nodes:
-            raise RequestError(f"cannot {fault}: with --nodes {request.num_nodes} there is no such node")
+    (min_nodes, nodes), processes = options.nodes, options.gpus or options.nproc
+    allowed = node_settings.allowed_nodes(config, min_nodes or nodes, nodes, processes)
+    for fault in faults:
+        if fault.node >= nodes:
+            raise RequestError(f"cannot {fault}: with --nodes {nodes} there is no such node")
     with contextlib.closing(_connect_to_docker()) as client:
         handle(signal.default_int_handler)  # SIGINT, too: shells ignore it in background jobs
         try:
-            image = client.images.get(request.image)
+            image = client.images.get(options.image)
         except ImageNotFound:
             remedy = "build it with 'docker compose build trainer', or name another with --image"
-            raise RequestError(f"image {request.image!r} is not on this machine", remedy) from None
-        cluster = Cluster(client, request, config, allowed, image)
+            raise RequestError(f"image {options.image!r} is not on this machine", remedy) from None
+        environment = {
+            **node_settings.environment(nodes, processes, min_nodes, allowed),
+            "PIPELINE_IMAGE": (image.attrs.get("RepoDigests") or [options.image])[0],
+            "PIPELINE_IMAGE_ID": image.id,
+            **dict(variable.split("=", 1) for variable in options.env),
+        }
+        cluster = Cluster(client, options, config.run.dir, environment)
         try:
-            return cluster.run()
+            return cluster.run(sorted(faults, key=lambda fault: fault.step))
         except APIError as error:
             raise RequestError(f"Docker refused a request: {error.explanation}") from None
         finally:
@@ -117,44 +92,38 @@ class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
     def __init__(
-        self,
-        client: DockerClient,
-        request: RehearsalOptions,
-        config: Config,
-        allowed: Sequence[int],
-        image: Any,
+        self, client: DockerClient, options: argparse.Namespace, run_dir: str, environment: dict[str, str]
     ) -> None:
-        self._client, self._request, self._config, self._image = client, request, config, image
+        self._client, self._options, self._run_dir = client, options, run_dir
+        self._environment = environment
+        """The variables of each node."""
         self._name = f"rehearsal-{uuid.uuid4().hex[:8]}"
-        self._environment = _environment(request, allowed, image)
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
         self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
         """(node, its exit code, or the error that ended its thread)."""
-        self._reconnect_times: dict[int, float] = {}
-        """Disconnected node -> the monotonic time at which it gets its network again."""
         self._done_line = ""
         self._network: Any = None
         self._create_lock = threading.Lock()
         self._closed = False
 
-    def run(self) -> str | int:
+    def run(self, faults: list[Fault]) -> str | int:
         """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
-        if self._request.runs is None:
+        min_nodes, nodes = self._options.nodes
+        if self._options.runs is None:
             self._client.volumes.create(self._name, labels={LABEL: self._name})
         self._create_network()
-        image = f"{self._request.image} ({self._image.short_id})"
-        _log(f"{self._name}: {self._request.num_nodes} nodes with image {image}")
-        for node in range(self._request.num_nodes):
+        _log(f"{self._name}: {nodes} nodes with image {self._options.image}")
+        for node in range(nodes):
             self._start_node(node)
-        faults = sorted(self._request.faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
-        replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes, self._request.min_nodes)
+        replaced, limit = 0, node_settings.max_replacements(nodes, min_nodes)
         deadline = math.inf
-        while len(codes) < self._request.num_nodes:
-            self._reconnect_nodes()
+        while len(codes) < nodes:
             if time.monotonic() > deadline:
-                self._kill_others(codes)
+                for node in self._nodes.keys() - codes.keys():
+                    with contextlib.suppress(APIError):  # it may just have ended
+                        self._nodes[node].kill()
             while faults and faults[0].step <= self._last_reported_step():
                 self._inject(faults.pop(0))
             try:
@@ -175,31 +144,23 @@ class Cluster:
                 _log(f"node {node} exited with {code} and is replaced ({replaced} of at most {limit})")
                 time.sleep(_BACK_OFF_S)
                 self._start_node(node)
-        _log(", ".join(f"node {node} exited with {code}" for node, code in sorted(codes.items())))
         for fault in faults:
             _log(f"the training ended before step {fault.step}: did not {fault}")
         return self._done_line or CRASH
 
-    def _kill_others(self, codes: dict[int, int]) -> None:
-        for node, container in list(self._nodes.items()):
-            if node not in codes:
-                with contextlib.suppress(APIError):  # it may just have ended
-                    container.kill()
-
     def close(self) -> None:
-        """Remove all that was created. Raises APIError if a container stays for a minute."""
+        """Remove all that was created. Raises APIError if something stays for a minute."""
         with self._create_lock:
             self._closed = True  # the threads of the nodes create no more containers
         labelled = {"label": f"{LABEL}={self._name}"}
         deadline = time.monotonic() + _API_TIMEOUT_S
-        while containers := self._client.containers.list(all=True, filters=labelled, ignore_removed=True):
+        list_containers = self._client.containers.list
+        while containers := list_containers(all=True, filters=labelled, ignore_removed=True):
             for container in containers:
-                try:
+                with contextlib.suppress(APIError):  # a preflight may be removing its own container
                     container.remove(force=True)
-                except APIError:  # a preflight may be removing its own container: try again until it is gone
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(_POLL_S)
+            if time.monotonic() > deadline:
+                break
         for network in self._client.networks.list(filters=labelled):
             network.remove()
         for volume in self._client.volumes.list(filters=labelled):
@@ -226,18 +187,21 @@ class Cluster:
             if node in self._nodes:
                 self._nodes[node].remove(force=True)
             container = self._create_container(f"{self._name}-{node}", node, list(node_settings.COMMAND))
-            stream = container.attach(
-                stream=True, demux=True, logs=True
-            )  # before the start, to miss no output
+            stream = container.attach(stream=True, logs=True)  # before the start, to miss no output
             container.start()
             container.reload()
             self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
             self._nodes[node] = container
-            self._forward_output(node, stream)
+            incomplete = b""
+            for chunk in stream:
+                *lines, incomplete = (incomplete + chunk).split(b"\n")
+                for line in lines:
+                    text = line.decode(errors="replace").rstrip("\r")
+                    if text.startswith("done step="):
+                        self._done_line = text
+                    _log(text, f"node {node} | ")
             self._exits.put((node, container.wait()["StatusCode"]))
-        except (
-            Exception
-        ) as error:  # also when the containers are removed at the end; nothing reads the queue then
+        except Exception as error:  # also when the containers are removed at the end; nothing reads it then
             self._exits.put((node, error))
 
     def _preflight(self, node: int) -> None:
@@ -255,82 +219,54 @@ class Cluster:
 
     def _create_container(self, name: str, node: int, command: list[str]) -> Container:
         """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
-        request, recipe = self._request, self._request.recipe
-        volumes = {request.runs or self._name: {"bind": "/runs", "mode": "rw"}}
-        if request.data:
-            volumes[str(request.data.resolve())] = {"bind": "/data", "mode": "ro"}
+        options, recipe = self._options, self._options.recipe
+        volumes = {options.runs or self._name: {"bind": "/runs", "mode": "rw"}}
+        if options.data:
+            volumes[str(options.data.resolve())] = {"bind": "/data", "mode": "ro"}
         if Path(recipe).suffix in (".yaml", ".yml"):
             recipe = f"/recipe/{Path(recipe).name}"
-            volumes[str(Path(request.recipe).resolve())] = {"bind": recipe, "mode": "ro"}
-        arguments = [recipe, *request.overrides, f"run.dir={self._config.run_dir}"]
-        gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
+            volumes[str(Path(options.recipe).resolve())] = {"bind": recipe, "mode": "ro"}
+        arguments = [recipe, *options.overrides, f"run.dir={self._run_dir}"]
+        gpus = [str(node * options.gpus + i) for i in range(options.gpus)]
         host_name = node_settings.host_name(node)
         host, _, domain = host_name.partition(".")
         with self._create_lock:
             if self._closed:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
-                self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=arguments,
-                environment=self._environment, hostname=host, domainname=domain, network=self._name,
+                self._environment["PIPELINE_IMAGE_ID"], name=name, labels={LABEL: self._name},
+                entrypoint=command, command=arguments, environment=self._environment,
+                hostname=host, domainname=domain, network=self._name,
                 networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
                 volumes=volumes, read_only=True, tmpfs={"/tmp": "size=8g"}, shm_size="1g",
-                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g", pids_limit=32768,
+                mem_limit=f"{node_settings.memory_gib(options.gpus, options.nproc)}g", pids_limit=32768,
                 cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
             )  # fmt: skip
 
-    def _forward_output(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
-        # stream: chunks of (standard output, standard error)
-        incomplete = [b"", b""]
-        for chunks in stream:
-            for i, chunk in enumerate(chunks):
-                *lines, incomplete[i] = (incomplete[i] + (chunk or b"")).split(b"\n")
-                for line in lines:
-                    text = line.decode(errors="replace").rstrip("\r")
-                    if i == 0 and text.startswith("done "):
-                        self._done_line = text
-                    _log(text, f"node {node} | ")
-
     def _last_reported_step(self) -> int:
-        for node, container in list(self._nodes.items()):
-            if node in self._reconnect_times:
-                continue
+        for container in list(self._nodes.values()):
             with contextlib.suppress(Exception):  # the node may end at any moment
-                _, text = container.exec_run(["tail", "-n", "1", f"{self._config.run_dir}/journal.jsonl"])
+                _, text = container.exec_run(["tail", "-n", "1", f"{self._run_dir}/journal.jsonl"])
                 return int(json.loads(text)["step"])
         return 0
 
     def _inject(self, fault: Fault) -> None:
         _log(f"step {fault.step}: {fault}")
-        container = self._nodes[fault.node]
-        try:
+        with contextlib.suppress(APIError):  # the node may have ended
             if fault.seconds is None:
-                container.kill()
+                self._nodes[fault.node].kill()
             else:
-                self._network.disconnect(container)
-                self._reconnect_times[fault.node] = time.monotonic() + fault.seconds
-        except APIError as error:
-            _log(f"cannot {fault}: {error.explanation}")
+                self._network.disconnect(self._nodes[fault.node])
+                timer = threading.Timer(fault.seconds, self._reconnect, [fault.node])
+                timer.daemon = True
+                timer.start()
 
-    def _reconnect_nodes(self) -> None:
-        for node, reconnect_time in list(self._reconnect_times.items()):
-            if time.monotonic() >= reconnect_time:
-                del self._reconnect_times[node]
-                settings = {"aliases": [node_settings.host_name(node)], "ipv4_address": self._addresses[node]}
-                with contextlib.suppress(APIError):  # the node may have ended
-                    self._network.connect(self._nodes[node], **settings)
-                    _log(f"node {node} is connected again")
-
-
-def _environment(request: RehearsalOptions, allowed: Sequence[int], image: Any) -> dict[str, str]:
-    """Return the variables of each node."""
-    digests = image.attrs.get("RepoDigests") or []
-    return {
-        **node_settings.environment(request.num_nodes, request.processes, request.min_nodes, allowed),
-        "PIPELINE_IMAGE": digests[0] if digests else request.image,
-        "PIPELINE_IMAGE_ID": image.id,
-        **dict(variable.split("=", 1) for variable in request.env),
-    }
+    def _reconnect(self, node: int) -> None:
+        settings = {"aliases": [node_settings.host_name(node)], "ipv4_address": self._addresses[node]}
+        with contextlib.suppress(APIError):  # the node may have ended
+            self._network.connect(self._nodes[node], **settings)
+            _log(f"node {node} is connected again")
 
 
 def _connect_to_docker() -> DockerClient:
@@ -344,9 +280,5 @@ def _connect_to_docker() -> DockerClient:
         raise RequestError(problem, "start it, or set DOCKER_HOST to its address") from None
 
 
-_log_lock = threading.Lock()
-
-
 def _log(text: str, prefix: str = "rehearsal | ") -> None:
-    with _log_lock:
-        print(f"{prefix}{text}", file=sys.stderr, flush=True)
+    print(f"{prefix}{text}\n", end="", file=sys.stderr, flush=True)  # other threads print, too
