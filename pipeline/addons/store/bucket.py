@@ -103,6 +103,13 @@ class Store:
             time.sleep(2 ** (attempt - 1))
         raise AssertionError
 
+    def honours_ranges(self, name: str) -> bool:
+        """Return True if the store returns a part of an object instead of all of it."""
+        with self._requesting(name):
+            answer = self._client.get_object(**self._address(name), Range="bytes=0-0")
+            answer["Body"].close()
+            return bool(answer["ResponseMetadata"]["HTTPStatusCode"] == 206)
+
     def read_to(self, name: str, path: Path) -> None:
         """Write an object to the file `path`. Raises MissingError, OSError."""
         with self._requesting(name):

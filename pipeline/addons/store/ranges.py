@@ -59,10 +59,6 @@ def pop_failures() -> list[int]:
     return [0]
 
 
-class RangesIgnoredError(OutageError):
-    """A store that answers a read of a part with something else, such as the whole object."""
-
-
 class Range(NamedTuple):
     """A part of an object, with the CRC-32 of its bytes."""
 
@@ -73,10 +69,7 @@ class Range(NamedTuple):
 
 
 class _FailedRead(Exception):
-    """A failed attempt. Its reason holds no URL, because that is signed."""
-
-    def __init__(self, reason: str, status: int = 206) -> None:
-        self.reason, self.status = reason, status
+    """A failed attempt, and the reason: it holds no URL, because that is signed."""
 
 
 class RangeReader:
@@ -129,11 +122,6 @@ class RangeReader:
             self._begin_expected()
         return data
 
-    def close(self) -> None:
-        """End all reads and close all connections. A fork after it meets no thread."""
-        self.expect([])
-        self._threads.shutdown(cancel_futures=True)
-
     def _begin_expected(self) -> None:
         """Begin expected reads as far as the limits allow."""
         while self._expected and len(self._reads) < MAX_READS:
@@ -157,23 +145,21 @@ class RangeReader:
 
     def _read(self, number: int, part: Range) -> bytes:
         """Return the bytes of a part, after some attempts if it takes them."""
-        failures = []
+        reasons = []
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
                 return self._attempt(part, _STALL_S << attempt)
             except _FailedRead as failure:
-                failures.append(failure)
+                reasons.append(str(failure))
             os.eventfd_write(_FAILURES, 1)
             if number not in self._reads or not threading.main_thread().is_alive():
                 break  # nobody wants it any more
-        if all(failure.reason == _WRONG_BYTES for failure in failures):  # of the object, not of the network
+        if set(reasons) == {_WRONG_BYTES}:  # those of the object, not of the network
             raise UnreadableError(f"{part.name} has changed at byte {part.offset:,} since it was packed")
-        last = failures[-1]
-        kind = RangesIgnoredError if last.status < 400 and last.status != 206 else OutageError
-        problem = f"the store is out of reach ({self._place}/{part.name}: {last.reason})"
-        raise kind(problem, "give the same command again once it is back")
+        problem = f"the store is out of reach ({self._place}/{part.name}: {reasons[-1]})"
+        raise OutageError(problem, "give the same command again once it is back")
 
     def _attempt(self, part: Range, stall_s: float) -> bytes:
         """Return the bytes of a part. Raises _FailedRead."""
@@ -204,7 +190,7 @@ class RangeReader:
             reason = f"status {answer.status}, not 206{f': {code[1].decode()}' if code else ''}"
             with self._lock:
                 self._urls.pop(part.name, None)  # sign another one: it may have expired
-            raise _FailedRead(reason, answer.status)
+            raise _FailedRead(reason)
         return data
 
     def _connection(self, url: str) -> HTTPConnection:

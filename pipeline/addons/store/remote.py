@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
 from pipeline.addons.store.bucket import Store
-from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
+from pipeline.addons.store.ranges import Range, RangeReader
 from pipeline.data.index import MAX_FILE_BYTES, Index, Split, SplitImages
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError
@@ -115,11 +115,6 @@ class StoreImages(SplitImages):
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         return Range(shard_name(self.split_name, shard), offset, self.size(i), crc)
 
-    def close(self) -> None:
-        """End the reader of this process: workers that are forked must not use its connections."""
-        if reader := self._readers.pop(os.getpid(), None):
-            reader.close()
-
     def _reader(self) -> RangeReader:
         if os.getpid() not in self._readers:
             self._readers[os.getpid()] = RangeReader(str(self.root), self.part)
@@ -134,23 +129,14 @@ def _without_cache(place: str, split: Split, split_name: str, upright: bool) -> 
 
 
 def open_index(place: str) -> Index:
-    """Return the index of a pack in a bucket.
-
-    Raises RequestError, also if the store does not return parts of objects, which one read shows;
-    OutageError if it does not answer.
-    """
+    """Return the index of a pack in a bucket. Raises RequestError, OutageError."""
     store = Store(place)
     index = pack.open_index(store)
-    images = StoreImages(store, index.train, "train")
-    try:
-        images.read(int(np.argmax(index.train.sizes > 0)))
-    except RangesIgnoredError as error:
+    if not store.honours_ranges(shard_name("train", 0)):
         remedy = "use a store that honours ranges, check AWS_ENDPOINT_URL, or copy the pack to a disk"
-        raise RequestError(f"data.root={store} cannot be read in parts: {error.problem}", remedy) from None
-    except UnreadableError:
-        pass  # an image that has changed is named when it is used
-    finally:
-        images.close()
+        raise RequestError(
+            f"data.root={store}: the store returns no part of an object, only all of it", remedy
+        )
     return index
 
 
