@@ -48,7 +48,9 @@ class Fault(NamedTuple):
     """Seconds without a network; None: the node is killed."""
 
     def __str__(self) -> str:
-        return f"{'kill' if self.seconds is None else f'disconnect for {self.seconds:g} s'} node {self.node}"
+        if self.seconds is None:
+            return f"kill node {self.node}"
+        return f"disconnect node {self.node} for {self.seconds:g} s"
 
 
 def rehearse(options: argparse.Namespace, faults: list[Fault]) -> str | int:
@@ -161,6 +163,7 @@ class Cluster:
                     container.remove(force=True)
             if time.monotonic() > deadline:
                 break
+            time.sleep(_POLL_S)
         for network in self._client.networks.list(filters=labelled):
             network.remove()
         for volume in self._client.volumes.list(filters=labelled):
