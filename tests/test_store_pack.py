@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Result, environment, pipeline, quick
+from harness import Result, environment, pipeline
 from object_store import Bucket, FaultProxy
 from test_pack import encoded, photo
 
