@@ -244,6 +244,18 @@ def test_no_credential_is_written_anywhere(
         assert not any(secret in bucket.read(name) for secret in secrets), name
 
 
+def test_processes_of_a_launcher_share_one_mirror(tmp_path: Path, digits: Path, bucket: Bucket) -> None:
+    """With the real lease: the next start in the same folder need not wait for it."""
+    words = [f"data.root={digits}", *WORDS, f"checkpoint.mirror={bucket.place}/run", "train.max_steps=40"]
+    job = Job(tmp_path / "run", ["digits", *words], nproc=2)
+    job.start()
+    job.wait_for_step(10)
+    job.clean()
+    again = job.run()
+    assert (again.code, "waiting up to" in again.err) == (0, False), again.err
+    assert max(step_of(Path(name)) for name in checkpoints(bucket)) == 40
+
+
 def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None:
     job = make_job("train.max_steps=8")
     job.run()
@@ -311,6 +323,19 @@ def test_a_stalled_store_delays_no_stop(make_job: Callable[..., Mirrored], fault
     assert "lacks" in result.err
 
 
+def test_a_signal_ends_the_wait_for_a_lease(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    lease = Lease(Store(f"{bucket.place}/run"), "another folder")
+    lease.take()
+    lease.drop(is_released=False)  # as if its holder were dead
+    job = make_job("train.max_steps=8")
+    job.prelude += "lease.LEASE_S = 600\n"
+    job.start()
+    job.wait_until(lambda: "waiting up to" in job.log(), "the wait", 60)
+    assert job.process
+    kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(60).code == 75
+
+
 ROLLBACK = ("checkpoint.every=5 steps", "checkpoint.keep=10")
 
 
@@ -323,28 +348,36 @@ def step_5(job: Job) -> Path:
 def test_a_rollback_is_in_the_mirror_before_its_first_step(
     make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
+    """Also if the store refuses to delete the checkpoints that no longer count."""
     job = make_job(*ROLLBACK, "train.max_steps=20")
     assert job.run().code == 0
     before = job.checkpoints()
-    fault_proxy.only = "^DELETE .*/checkpoints/"
     rolled_back = make_job(*ROLLBACK, "train.max_steps=12", f"run.resume={step_5(job)}")
-    for fault, code in (("503", 75), ("403", 2)):
-        fault_proxy.rates = {fault: 1}
-        refused = rolled_back.run()
-        assert refused.code == code, refused.err
-        assert job.checkpoints() == before
-        assert len(job.starts()) == 1
-    fault_proxy.rates = {}
+    fault_proxy.only, fault_proxy.rates = "^PUT .*/abandoned.json", {"503": 1}
+    refused = rolled_back.run()
+    assert refused.code == 75, refused.err
+    assert job.checkpoints() == before
+    assert len(job.starts()) == 1
+    fault_proxy.only, fault_proxy.rates = "^DELETE .*/checkpoints/", {"403": 1}
     expected = rolled_back.run()
-    assert expected.code == 0
+    assert expected.code == 0, expected.err
+    assert 20 in {step_of(Path(name)) for name in checkpoints(bucket)}
     for lost in (job.folder / "nothing", job.folder):
         shutil.rmtree(lost, ignore_errors=True)
         again = make_job(*ROLLBACK, "train.max_steps=12")
         assert again.run().done == expected.done
         assert [row["step"] for row in again.starts()] == [0, 5]
+    # the same steps have the same weights, and so the same names as before
+    repeated = make_job(*ROLLBACK, "train.max_steps=20")
+    assert repeated.run().code == 0
+    shutil.rmtree(job.folder)
+    assert repeated.run().done["step"] == "20"
+    assert [row["step"] for row in repeated.starts()] == [0, 5, 12]
 
 
-def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(make_job: Callable[..., Mirrored]) -> None:
+def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(
+    make_job: Callable[..., Mirrored], fault_proxy: FaultProxy
+) -> None:
     first, second = (make_job(*ROLLBACK, "train.max_steps=20", name=name) for name in ("first", "second"))
     for job in (first, second):
         assert job.run().code == 0
@@ -354,6 +387,11 @@ def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(make_job: Cal
     )
     expected = rolled_back.run()
     assert expected.done["step"] == "12"
+    before = late.checkpoints()
+    fault_proxy.only, fault_proxy.rates = "/checkpoints/step-", {"503": 1}
+    assert late.run().code == 75
+    assert late.checkpoints() == before, "nothing is set aside before its replacement has verified"
+    fault_proxy.rates = {}
     result = late.run()
     assert result.done == expected.done
     assert "already finished" in result.err
@@ -435,12 +473,17 @@ def test_a_wrong_request_leaves_no_folder_and_no_lease(
     assert json.loads(bucket.read("run/lease.json"))["is_released"]
 
 
+@pytest.mark.parametrize("has_clock", [True, False])
 def test_a_foreign_lease_is_taken_over_once_it_is_old(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], has_clock: bool
 ) -> None:
     monkeypatch.setattr("pipeline.addons.store.lease.LEASE_S", 1)
     bucket.write("lease.json", b'{"holder": "\\u001b[2J"}')
-    lease = Lease(Store(bucket.place), "owner")
+    store = Store(bucket.place)
+    if not has_clock:
+        hide = lambda response_dict, **_: response_dict["headers"].pop("Date", None)  # noqa: E731
+        store._client.meta.events.register("before-parse.s3.GetObject", hide)
+    lease = Lease(store, "owner")
     lease.take()
     lease.drop(is_released=True)
     output = capfd.readouterr().err

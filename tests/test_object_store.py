@@ -213,6 +213,17 @@ def test_a_place_that_is_none_and_an_endpoint_that_is_none(monkeypatch: pytest.M
         Store("s3://bucket/x")
 
 
+def test_an_answer_that_is_too_large_or_no_stores_is_refused(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"ETag": "a", "Last-Modified": "Mon, 23 Nov 2026 20:00:00 GMT", "Content-Length": "3000000000"}
+    for headers, says in ((large, "has 3,000,000,000 bytes, more than"), ({}, "is not that of a store")):
+        with foreign_server(**headers) as (uri, _):
+            monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+            with pytest.raises(RequestError, match=says):
+                Store(bucket.place).read("a")
+
+
 def test_a_redirect_is_refused_at_once_and_not_followed(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -208,6 +210,57 @@ def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the
     assert stream(place, range(0, 30), *words) == local  # type: ignore[arg-type]
 
 
+def measure_epochs(place: str) -> list[int]:
+    """Return the resident memory of this process after each of 8 epochs, in KiB."""
+    found, sizes = images(place), []
+    for _ in range(8):
+        read_all(found)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10)
+    return sizes
+
+
+@pytest.mark.full
+def test_memory_stays_flat_over_epochs(place: str) -> None:
+    with get_context("spawn").Pool(1) as pool:
+        sizes = pool.apply(measure_epochs, (place,))
+    assert sizes[-1] - sizes[1] < 4096, sizes
+
+
+def test_credentials_that_are_away_for_a_moment_are_an_outage(
+    tmp_path: Path, place: str, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each loader worker asks their source, such as a machine's role, for them."""
+    names = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
+    answer = json.dumps({"Version": 1} | {key: os.environ[name] for key, name in names.items()})
+    for name in names.values():
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/answer\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "answer").write_text(answer)
+    found = images(place)
+    (tmp_path / "answer").unlink()
+    with pytest.raises(OutageError, match="the store is out of reach"):
+        found.read(0)
+    (tmp_path / "answer").write_text(answer)
+    assert read(found, 0) == images(packed).read(0)
+
+
+def test_a_part_that_is_not_what_was_asked_is_never_used(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Range("large", 0, 1000, zlib.crc32(bytes(1000)))
+    answers = {
+        (206, b"x" * 1000): "has changed at byte 0",
+        (206, bytes(10)): "10 of 1,000 bytes",
+        (200, bytes(1000)): "status 200, not 206",
+    }
+    for (status, data), says in answers.items():
+        with foreign_server(status, lambda _, data=data: [data]) as (uri, _):
+            monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+            with pytest.raises((OutageError, UnreadableError), match=says):
+                RangeReader(bucket.place, lambda _: asked).take(0)
+
+
 # --- the cache
 
 
@@ -246,7 +299,6 @@ def test_the_cache_keeps_its_limit_and_reads_again_what_has_changed(
     with open(folder / "train.images", "r+b") as file:
         file.seek(int(sizes[:5].sum()) + 3)
         file.write(b"\xff\xff")
-    (folder / pack.INDEX).write_bytes(b"torn")
     again = keep(place, tmp_path / "cache", limit / 2**30)
     for more in (1, 0):
         asked = ranged_reads(fault_proxy)
@@ -298,8 +350,10 @@ def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str
     assert f"the pack {place} is damaged: train-0000.tar has 5 bytes" in refused(lambda: images(place))
     bucket.delete("digits/train-0000.tar")
     assert "train-0000.tar is missing" in refused(lambda: images(place))
-    bucket.write("digits/pack.index", b"torn")
-    assert "pack.index cannot be read" in refused(lambda: images(place))
+    index = bucket.read("digits/pack.index")
+    for other in (index[:-1] + bytes([index[-1] ^ 1]), b"torn"):
+        bucket.write("digits/pack.index", other)
+        assert "pack.index cannot be read" in refused(lambda: images(place))
 
 
 def test_other_data_imports_none_of_it(digits: Path) -> None:

@@ -31,6 +31,7 @@ LEASE_S = 45
 NAME = "lease.json"
 _MAX_BYTES = 4096
 _POLL_S = 1.0
+_RELEASE_S = 5.0
 
 
 class Lease:
@@ -53,13 +54,16 @@ class Lease:
         Waits up to `LEASE_S` for a holder that may be dead. Raises TemporaryError, which names the
         holder, if it is alive.
         """
-        seen = ""
+        seen, seen_at = "", 0.0
         while True:
             found, theirs = self._read()
             # only one process at a time holds a run's folder, so its lease needs no wait
             is_own = theirs.get("owner") == self._contents["owner"]
             is_free = found is None or is_own or theirs.get("is_released")
-            if found is None or is_free or found.age_s > LEASE_S:
+            idle_s = found.age_s if found else 0.0
+            if found and found.etag == seen:  # not every store says what time it is
+                idle_s = max(idle_s, time.monotonic() - seen_at)
+            if found is None or is_free or idle_s > LEASE_S:
                 with suppress(ConflictError, MissingError):  # another process was faster: look again
                     self._write(found.etag if found else "")
                     break
@@ -67,13 +71,13 @@ class Lease:
                 problem = f"{self._place} is held by {_name_of(theirs)}, which renews its lease"
                 raise TemporaryError(problem, "wait for it, stop it, or give another checkpoint.mirror")
             elif not seen:
-                seen = found.etag
+                seen, seen_at = found.etag, time.monotonic()
                 wait = f"waiting up to {LEASE_S} s to see if it renews its lease"
                 log(f"{self._place} is held by {_name_of(theirs)}: {wait}")
             time.sleep(_POLL_S)
         self.is_from_another_folder = found is not None and not is_own
         if found and not is_free:
-            log(f"took over {self._place} from {_name_of(theirs)}, last renewed {found.age_s:.0f} s ago")
+            log(f"took over {self._place} from {_name_of(theirs)}, last renewed {idle_s:.0f} s ago")
         threading.Thread(target=self._renew_regularly, name="lease", daemon=True).start()
 
     def confirm(self) -> None:
@@ -96,11 +100,19 @@ class Lease:
                 self._etag = found.etag  # the answer to an earlier renewal was lost
 
     def drop(self, *, is_released: bool) -> None:
-        """Stop renewing. is_released: nothing is being written, so the next start need not wait."""
+        """Stop renewing. is_released: nothing is being written, so the next start need not wait.
+
+        Returns within seconds, also if the store does not answer.
+        """
         self.dropped.set()
         if is_released and self._etag:
-            with self._lock, suppress(RunError, ConflictError):
-                self._write(self._etag, is_released=True)
+            release = threading.Thread(target=self._release, name="release", daemon=True)
+            release.start()
+            release.join(_RELEASE_S)
+
+    def _release(self) -> None:
+        with self._lock, suppress(RunError, ConflictError):
+            self._write(self._etag, is_released=True)
 
     def _renew_regularly(self) -> None:
         while not self.dropped.wait(RENEW_S):

@@ -4,8 +4,10 @@ Promise: the mirror costs no step, and what it holds is true. A thread of rank 0
 records, so that the journal is never behind a checkpoint, then the checkpoints that are complete on
 the disk. An object is there completely or not at all, and a checkpoint's digest is in its name, so
 an upload that was cut off is never resumed from. Only the holder of the lease writes. A store that
-is slow, refuses or is gone costs a warning for each save, and the next save tries again. No torch
-here.
+is slow, refuses or is gone costs a warning for each save, and the next save tries again.
+
+A rollback (run.resume=PATH) lists in `abandoned.json` the checkpoints that no longer count, before
+its first step: deleting them may take long, or be refused. No torch here.
 """
 
 import json
@@ -20,9 +22,9 @@ from pathlib import Path
 from pipeline.addons.store import restore
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.lease import Lease, check_mirror
-from pipeline.addons.store.restore import CHECKPOINTS, Comparison
+from pipeline.addons.store.restore import ABANDONED, CHECKPOINTS, Comparison
 from pipeline.config.schema import Config
-from pipeline.errors import RunError, TemporaryError
+from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
@@ -78,7 +80,8 @@ class Mirror(listener.Mirror):
         try:
             with tempfile.TemporaryDirectory() as scratch:
                 found = Comparison(store, folder, resume, is_restart, Path(scratch))
-                self._there = found.names  # the checkpoints in the mirror
+                self._abandoned = found.abandoned  # checkpoints in the mirror that do not count
+                self._there = [*found.names, *found.abandoned]
                 if found.is_resumed:
                     found.restore()
             if self._lease.is_from_another_folder:  # it may have sent metrics that this journal lacks
@@ -109,14 +112,13 @@ class Mirror(listener.Mirror):
         self.close(end.seconds_left)
 
     def abandon_after(self, used: Path | None) -> None:
-        """Delete the checkpoints of the mirror that count no more: those later than `used`.
+        """Record that checkpoints in the mirror count no more, unless they are older than `used`.
 
         used: the checkpoint that this start resumes from. Called before `start`. Raises RunError if
-        the store does not delete them: a restart would undo a rollback.
+        the store does not take the record: a restart would undo a rollback.
         """
-        for name in self._there:  # the newest first: what a kill leaves can be resumed from
-            if not used or (restore.step(name) >= step_of(used) and name != used.name):
-                self._delete(CHECKPOINTS + name)
+        later = {name for name in self._there if not used or restore.step(name) >= step_of(used)}
+        self._set_abandoned((self._abandoned | later) - {used.name if used else ""})
 
     def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> None:
         """Upload what is new and give the lease back. Log what is missing after the timeout.
@@ -181,7 +183,11 @@ class Mirror(listener.Mirror):
                         self._sent[record.name] = state
             if not (self._folder.path / FAILURE).exists():  # that of an earlier start
                 self._delete(FAILURE)
+            for name in self._abandoned:
+                self._delete(CHECKPOINTS + name)
             self._there = restore.names_there(self._store)
+            # before one is sent: a run that repeats the same steps saves the same names again
+            self._set_abandoned(self._abandoned.intersection(self._there).difference(here))
             for name, path in here.items():
                 if name not in self._there:
                     self._send(path, CHECKPOINTS + name)
@@ -198,8 +204,16 @@ class Mirror(listener.Mirror):
         self._progress = time.monotonic()
 
     def _delete(self, name: str) -> None:
+        """Delete an object. Without the right to do that, the mirror grows."""
         self._lease.confirm()
-        self._store.delete(name)
+        with suppress(RequestError):
+            self._store.delete(name)
+
+    def _set_abandoned(self, names: set[str]) -> None:
+        if names != self._abandoned:
+            self._lease.confirm()
+            self._store.write(ABANDONED, json.dumps(sorted(names)).encode())
+            self._abandoned = names
 
 
 def _reason(error: Exception) -> str:

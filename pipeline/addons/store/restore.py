@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
 from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
@@ -19,6 +20,8 @@ from pipeline.record.journal import Journal, last_event, run_id
 from pipeline.record.terminal import make_terminal
 
 CHECKPOINTS = "checkpoints/"
+ABANDONED = "abandoned.json"
+"""The checkpoints in the mirror that a rollback has discarded, a JSON list of names."""
 
 
 class Comparison:
@@ -34,8 +37,9 @@ class Comparison:
         """
         self._store, self._folder, self._place = store, folder, f"checkpoint.mirror={store}"
         self._log = make_terminal(is_main=True).log
-        self.names = names_there(store)
-        """The mirror's checkpoints, newest first."""
+        self.abandoned = _abandoned_names(store)
+        self.names = [name for name in names_there(store) if name not in self.abandoned]
+        """The mirror's checkpoints that count, newest first."""
         self._journal = scratch / folder.journal.name
         with suppress(MissingError):
             store.read_to(self._journal.name, self._journal)
@@ -71,17 +75,19 @@ class Comparison:
     def restore(self) -> None:
         """Download the records and checkpoints of the mirror if it is ahead.
 
-        The records come first, and the newest checkpoint last: a restore that was killed is done
-        again, for the same run and with its best model.
+        Nothing changes here before a checkpoint has verified. Then the records come first, and the
+        newest checkpoint last: a restore that was killed is done again, for the same run and with
+        its best model.
         """
         folder = self._folder
         with tempfile.TemporaryDirectory(dir=folder.checkpoints, prefix=".") as temporary:
             scratch = Path(temporary)
-            discarded = list_checkpoints(folder.checkpoints) if self._is_rolled_back else []
+            newest = self._newest_verified(scratch)
+            counted = self._counted_here()
+            discarded = [path for path in list_checkpoints(folder.checkpoints) if path.name not in counted]
             if discarded:
                 aside = folder.set_aside_files(discarded)
                 self._log(f"set aside in {aside}: {self._place} was rolled back")
-            newest = self._newest_verified(scratch)
             if self.has_newer_records:
                 self._restore_records(has_checkpoint=newest is not None)
             if newest is None or newest.parent == folder.checkpoints:
@@ -93,6 +99,11 @@ class Comparison:
                 folder.check_ours()
                 os.replace(scratch / name, folder.checkpoints / name)
         self._log(f"restored step {step_of(newest):,} from {self._place}")
+
+    def _counted_here(self) -> list[str]:
+        """Return the folder's checkpoints that may be resumed from."""
+        names = names_here(self._folder)
+        return [name for name in names if name in self.names or not self._is_rolled_back]
 
     def _restore_records(self, *, has_checkpoint: bool) -> None:
         self._folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
@@ -110,7 +121,7 @@ class Comparison:
         Raises StorageError if the mirror has checkpoints, or had one by its journal, and none
         verifies.
         """
-        here = names_here(self._folder)
+        here = self._counted_here()
         for name in sorted({*here, *self.names}, key=step, reverse=True):
             if name in here and self._verifies(self._folder.checkpoints / name):
                 return self._folder.checkpoints / name
@@ -178,3 +189,13 @@ def names_there(store: Store) -> list[str]:
     """Return the names of the checkpoints in the mirror, newest first."""
     names = (entry.name.removeprefix(CHECKPOINTS) for entry in store.list(CHECKPOINTS))
     return sorted(filter(NAME.fullmatch, names), key=step, reverse=True)
+
+
+def _abandoned_names(store: Store) -> set[str]:
+    try:
+        return set(filter(NAME.fullmatch, parse_json(store.read(ABANDONED))))
+    except MissingError:
+        return set()
+    except (ValueError, TypeError):
+        problem = f"{store}/{ABANDONED} is not a list of checkpoints"
+        raise StorageError(problem, "restore it from a copy") from None
