@@ -32,8 +32,8 @@ _REFUSALS = (*_REDIRECTS, 403, 404, 405, 501)
 _REFUSAL_CODES = ("InvalidBucketName", "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed")
 """Errors of status 400 that the same request would end with again."""
 _REMEDY = (
-    "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights, AWS_ENDPOINT_URL, AWS_REGION,"
-    " and the name of the bucket"
+    "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights, AWS_ENDPOINT_URL,"
+    " AWS_REGION, and the name of the bucket"
 )
 
 
