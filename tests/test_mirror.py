@@ -1,5 +1,6 @@
 """A run with a mirror in a bucket continues on an empty disk, bit for bit, as one MLflow run."""
 
+import hashlib
 import json
 import os
 import random
@@ -8,7 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from harness import SHARING, SMALL, Job, Result, kill, quick, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
+from pipeline.addons.store import mirror as mirrors
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.lease import Lease
+from pipeline.errors import RequestError
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 
@@ -259,10 +262,13 @@ def test_processes_of_a_launcher_share_one_mirror(tmp_path: Path, digits: Path, 
 def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None:
     job = make_job("train.max_steps=8")
     job.run()
-    shutil.rmtree(job.folder)
     words = ["doctor", *job.train_words()[1:]]
     finished = job.folder.with_name("finished")
     node = {"PET_NPROC_PER_NODE": "1", "PIPELINE_FINISHED": str(finished)}
+    for checkpoint in job.checkpoints():
+        checkpoint.write_bytes(b"damaged")
+    assert quick(*words, **node).code == 0, "training takes them from the mirror"
+    shutil.rmtree(job.folder)
     preflight = quick(*words, **node)
     assert preflight.code == 0, preflight.err
     assert finished.read_text().startswith("done step=8 ")
@@ -395,6 +401,60 @@ def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(
     result = late.run()
     assert result.done == expected.done
     assert "already finished" in result.err
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, bucket: Bucket, fault_proxy: FaultProxy) -> Iterator[mirrors.Mirror]:
+    """The mirror of a folder that holds no checkpoint yet."""
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir(parents=True)
+    folder.journal.write_text('{"event":"created","run":"r1"}\n')
+    opened = mirrors.Mirror(Store(f"{bucket.place}/run"), folder, "auto", lambda _: False)
+    yield opened
+    opened.close()
+
+
+def save(tmp_path: Path, step: int) -> Path:
+    data = bytes(1000 + step)
+    name = f"step-{step:08}.{hashlib.sha256(data).hexdigest()[:16]}.pt"
+    path = tmp_path / "run/checkpoints" / name
+    path.write_bytes(data)
+    return path
+
+
+def test_what_is_discarded_or_lost_here_stays_in_the_mirror_until_another_checkpoint_is_there(
+    tmp_path: Path, mirror: mirrors.Mirror, bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    late = save(tmp_path, 20)
+    mirror._upload()
+    late.unlink()
+    early = save(tmp_path, 5)
+    mirror.abandon_after(early)
+    fault_proxy.only, fault_proxy.rates = "^PUT .*/checkpoints/", {"403": 1}
+    with pytest.raises(RequestError):
+        mirror._upload()
+    assert checkpoints(bucket) == [late.name]
+    fault_proxy.rates = {}
+    mirror._upload()
+    assert checkpoints(bucket) == [early.name]
+    shutil.rmtree(tmp_path / "run")
+    mirror._upload()
+    assert checkpoints(bucket) == [early.name]
+
+
+def test_the_size_of_what_the_store_has_does_not_prolong_the_wait_for_it(
+    tmp_path: Path, mirror: mirrors.Mirror, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "FINISH_S", 2)
+    monkeypatch.setattr(mirrors, "_SLOWEST", 10)
+    save(tmp_path, 5)
+    mirror._upload()
+    fault_proxy.die()
+    mirror.start()
+    began = time.monotonic()
+    mirror.close()
+    assert 2 <= time.monotonic() - began < 2 + 5 * SHARING
+    assert mirror.error, "the summary says that it is incomplete"
 
 
 def test_a_restart_does_not_apply_run_resume_never_again(make_job: Callable[..., Mirrored]) -> None:

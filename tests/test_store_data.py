@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -259,6 +259,22 @@ def test_a_part_that_is_not_what_was_asked_is_never_used(
             monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
             with pytest.raises((OutageError, UnreadableError), match=says):
                 RangeReader(bucket.place, lambda _: asked).take(0)
+
+
+def trickle() -> Iterator[bytes]:
+    while True:
+        time.sleep(0.2)
+        yield b"x"
+
+
+def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_SLOW_S", 1)
+    with foreign_server(206, lambda _: trickle()) as (uri, _):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+        ranges.pop_failures()  # of another test
+        with pytest.raises(OutageError, match="the connection has stalled"):
+            RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0)).take(0)
+    assert ranges.pop_failures() == [4]
 
 
 # --- the cache

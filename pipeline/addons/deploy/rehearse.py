@@ -190,19 +190,21 @@ class Cluster:
             if node in self._nodes:
                 self._nodes[node].remove(force=True)
             container = self._create_container(f"{self._name}-{node}", node, list(node_settings.COMMAND))
-            stream = container.attach(stream=True, logs=True)  # before the start, to miss no output
+            # before the start, to miss no output
+            stream = container.attach(stream=True, logs=True, demux=True)
             container.start()
             container.reload()
             self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
             self._nodes[node] = container
-            incomplete = b""
-            for chunk in stream:
-                *lines, incomplete = (incomplete + chunk).split(b"\n")
-                for line in lines:
-                    text = line.decode(errors="replace").rstrip("\r")
-                    if text.startswith("done step="):
-                        self._done_line = text
-                    _log(text, f"node {node} | ")
+            incomplete = [b"", b""]  # of standard output and standard error, whose chunks alternate
+            for chunks in stream:
+                for i, chunk in enumerate(chunks):
+                    *lines, incomplete[i] = (incomplete[i] + (chunk or b"")).split(b"\n")
+                    for line in lines:
+                        text = line.decode(errors="replace").rstrip("\r")
+                        if i == 0 and text.startswith("done step="):
+                            self._done_line = text
+                        _log(text, f"node {node} | ")
             self._exits.put((node, container.wait()["StatusCode"]))
         except Exception as error:  # also when the containers are removed at the end; nothing reads it then
             self._exits.put((node, error))

@@ -28,7 +28,7 @@ _ATTEMPTS = 5  # of boto3: for 5xx, a time-out or SlowDown, with growing pauses
 _MAX_READ_BYTES = 1 << 28
 """Size of an object that is read into memory, unless the caller gives another limit."""
 _REDIRECTS = (301, 302, 307, 308)
-_REFUSALS = (*_REDIRECTS, 403, 404, 405, 501)
+_REFUSALS = (*_REDIRECTS, 401, 403, 404, 405, 501)
 _REFUSAL_CODES = ("InvalidBucketName", "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed")
 """Errors of status 400 that the same request would end with again."""
 _REMEDY = (
@@ -112,8 +112,12 @@ class Store:
 
     def read_to(self, name: str, path: Path) -> None:
         """Write an object to the file `path`. Raises MissingError, OSError."""
-        with self._requesting(name):
-            self._client.download_file(**self._address(name), Filename=str(path))
+        try:
+            with self._requesting(name):
+                self._client.download_file(**self._address(name), Filename=str(path))
+        except ConflictError:  # some stores name this in other words than Amazon
+            problem = f"{self.place}/{name} changes while it is read"
+            raise OutageError(problem, "give the same command again") from None
 
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str = "") -> str:
         """Write an object and return its etag. It is there completely or not at all.

@@ -140,19 +140,21 @@ class Mirror(listener.Mirror):
                 break
             self._thread.join(0.2)
             is_writing = self._thread.is_alive()
-        if is_writing or self.error:
+        if is_writing and not self.error:
+            self.error = TemporaryError("the time is over")
+        if self.error:
             newest = restore.names_here(self._folder)[:1]
             missing = "the newest records" if set(newest) <= set(self._there) else newest[0]
-            reason = _reason(self.error) if self.error else "the time is over"
             where = f"it is in {self._folder.path}: a start on this disk with run.resume=auto sends it"
-            self._log(f"{self._store} lacks {missing} ({reason}); {where}")
+            self._log(f"{self._store} lacks {missing} ({_reason(self.error)}); {where}")
         self._lease.drop(is_released=not is_writing)
 
     def _run(self) -> None:
         while not self._lease.dropped.is_set():
             self._is_wanted.wait(_RETRY_S if self.error else None)
-            is_asked, is_last = self._is_wanted.is_set(), self._is_closed
+            is_asked = self._is_wanted.is_set()
             self._is_wanted.clear()
+            is_last = self._is_closed  # looked at last: `close` sets it before it wakes this thread
             try:
                 self._upload()
                 self.error = None
@@ -183,8 +185,6 @@ class Mirror(listener.Mirror):
                         self._sent[record.name] = state
             if not (self._folder.path / FAILURE).exists():  # that of an earlier start
                 self._delete(FAILURE)
-            for name in self._abandoned:
-                self._delete(CHECKPOINTS + name)
             self._there = restore.names_there(self._store)
             # before one is sent: a run that repeats the same steps saves the same names again
             self._set_abandoned(self._abandoned.intersection(self._there).difference(here))
@@ -194,14 +194,18 @@ class Mirror(listener.Mirror):
                     self._there.append(name)
                     self.uploaded.append(name)
             for name in self._there:  # a folder that lost its own keeps them: they may be the only ones
-                if name not in here and restore.step(name) <= restore.newest_step(here):
+                is_replaced = name not in here and restore.step(name) <= restore.newest_step(here)
+                if is_replaced or name in self._abandoned:  # last: others have taken their place by now
                     self._delete(CHECKPOINTS + name)
 
     def _send(self, path: Path, name: str) -> None:
         self._lease.confirm()
         self._allowed_s = path.stat().st_size / _SLOWEST
-        self._store.upload(path, name)
-        self._progress = time.monotonic()
+        try:
+            self._store.upload(path, name)
+            self._progress = time.monotonic()
+        finally:
+            self._allowed_s = 0.0
 
     def _delete(self, name: str) -> None:
         """Delete an object. Without the right to do that, the mirror grows."""
@@ -226,4 +230,4 @@ def _owner(folder: RunFolder) -> str:
     if not folder.mirror.exists():
         folder.write(folder.mirror, json.dumps({"owner": secrets.token_hex(8)}).encode())
     status = folder.mirror.stat()
-    return f"{folder.mirror.read_text(encoding='utf-8')} {status.st_dev} {status.st_ino}"
+    return f"{folder.mirror.read_text(encoding='utf-8', errors='replace')} {status.st_dev} {status.st_ino}"

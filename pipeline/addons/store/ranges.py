@@ -42,6 +42,8 @@ _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.2  # before the second attempt, then doubled
 _CONNECT_S = 5
 _STALL_S = 3  # without a byte, after which an attempt is abandoned: doubled with each attempt
+_SLOW_S, _SLOWEST = 30, 20_000
+"""Time, and bytes a second of all reads beyond it, after which an attempt is abandoned."""
 _SIGNED_S, _SIGN_AGAIN_S = 3600, 300
 """boto3 renews temporary credentials 10 minutes before they expire, so a younger URL is valid."""
 _REFUSED_S = 1.0  # after which the source of the credentials is asked again
@@ -156,7 +158,7 @@ class RangeReader:
             os.eventfd_write(_FAILURES, 1)
             if number not in self._reads or not threading.main_thread().is_alive():
                 break  # nobody wants it any more
-        if set(reasons) == {_WRONG_BYTES}:  # those of the object, not of the network
+        if reasons == [_WRONG_BYTES] * _ATTEMPTS:  # those of the object, not of the network
             raise UnreadableError(f"{part.name} has changed at byte {part.offset:,} since it was packed")
         problem = f"the store is out of reach ({self._place}/{part.name}: {reasons[-1]})"
         raise OutageError(problem, "give the same command again once it is back")
@@ -165,6 +167,7 @@ class RangeReader:
         """Return the bytes of a part. Raises _FailedRead."""
         url = self._url(part.name)
         connection = self._connection(url)
+        deadline = time.monotonic() + _SLOW_S + part.size * len(self._reads) / _SLOWEST  # they share the link
         is_free = False
         try:
             connection.sock.settimeout(stall_s)
@@ -172,8 +175,13 @@ class RangeReader:
             end = part.offset + part.size - 1
             connection.request("GET", path, headers={"Range": f"bytes={part.offset}-{end}"})
             answer = connection.getresponse()
-            data = answer.read(part.size if answer.status == 206 else _ERROR_BYTES)
+            data, size = bytearray(), part.size if answer.status == 206 else _ERROR_BYTES
+            while len(data) < size and (piece := answer.read1(size - len(data))):
+                data += piece
+                if time.monotonic() > deadline:  # the timeout of the socket is for each piece
+                    raise TimeoutError
             is_free = answer.length == 0
+            answer.close()
         except TimeoutError:
             raise _FailedRead("the connection has stalled") from None
         except (HTTPException, OSError):
@@ -191,7 +199,7 @@ class RangeReader:
             with self._lock:
                 self._urls.pop(part.name, None)  # sign another one: it may have expired
             raise _FailedRead(reason)
-        return data
+        return bytes(data)
 
     def _connection(self, url: str) -> HTTPConnection:
         """Return the connection of this thread, for https through the proxy of the environment."""

@@ -53,7 +53,7 @@ class Comparison:
         """This start continues the run, here or in the mirror."""
         lost = ""
         match there, here, self.is_resumed:
-            case None, _, _:
+            case _ if not self._journal.exists():
                 pass  # an empty mirror, whatever is here
             case _, None, True:
                 pass  # an empty disk: the run continues here
@@ -69,7 +69,7 @@ class Comparison:
             remedy = "give another prefix, or remove what it holds"
             raise RequestError(f"{self._place} holds {lost}, and run.resume={resume}", remedy)
         is_ahead = is_newer or self._is_rolled_back or here is None
-        self.has_newer_records = self.is_resumed and is_ahead and there is not None
+        self.has_newer_records = self.is_resumed and is_ahead and self._journal.exists()
         """The mirror's records replace those of the folder."""
 
     def restore(self) -> None:
@@ -82,14 +82,14 @@ class Comparison:
         folder = self._folder
         with tempfile.TemporaryDirectory(dir=folder.checkpoints, prefix=".") as temporary:
             scratch = Path(temporary)
-            newest = self._newest_verified(scratch)
+            newest = self.newest_verified(scratch)
             counted = self._counted_here()
             discarded = [path for path in list_checkpoints(folder.checkpoints) if path.name not in counted]
             if discarded:
                 aside = folder.set_aside_files(discarded)
                 self._log(f"set aside in {aside}: {self._place} was rolled back")
             if self.has_newer_records:
-                self._restore_records(has_checkpoint=newest is not None)
+                self.restore_records(folder, has_checkpoint=newest is not None)
             if newest is None or newest.parent == folder.checkpoints:
                 return
             older = [name for name in self.names if step(name) < step_of(newest)]
@@ -105,17 +105,18 @@ class Comparison:
         names = names_here(self._folder)
         return [name for name in names if name in self.names or not self._is_rolled_back]
 
-    def _restore_records(self, *, has_checkpoint: bool) -> None:
-        self._folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
-        for record in records(self._folder):
-            with suppress(MissingError), self._folder.replacing(record) as temporary:
+    def restore_records(self, folder: RunFolder, *, has_checkpoint: bool) -> None:
+        """Download the records of the mirror to `folder`."""
+        folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
+        for record in records(folder):
+            with suppress(MissingError), folder.replacing(record) as temporary:
                 self._store.read_to(record.name, temporary)
-                if record == self._folder.journal and not has_checkpoint:
+                if record == folder.journal and not has_checkpoint:
                     # those that it names were never uploaded completely
                     Journal(temporary, self._log).log_event("restored")
                     self._log(f"{self._place} holds no complete checkpoint: training begins at step 0")
 
-    def _newest_verified(self, scratch: Path) -> Path | None:
+    def newest_verified(self, scratch: Path) -> Path | None:
         """Return the newest checkpoint that verifies, here or downloaded to `scratch`, or None.
 
         Raises StorageError if the mirror has checkpoints, or had one by its journal, and none
@@ -145,25 +146,29 @@ class Comparison:
             return bool(read_verified(path))
         except (MissingError, StorageError) as error:
             self._log(f"{error}; looking for another")
+            if is_there:
+                path.unlink(missing_ok=True)
             return False
 
 
 def view(store: Store, folder: RunFolder, resume: str, scratch: Path) -> RunFolder:
     """Return the folder that a start here would resume: `folder`, or a copy of the mirror.
 
-    The copy is in `scratch`. Changes neither `folder` nor the mirror. Raises what `open_mirror`
-    does.
+    The copy is in `scratch` and has the newest checkpoint only. Changes neither `folder` nor the
+    mirror. Raises what `open_mirror` does.
     """
     copy = RunFolder(scratch)
     try:
         copy.checkpoints.mkdir(parents=True)
-        if not Comparison(store, folder, resume, lambda _: False, copy.checkpoints).has_newer_records:
+        found = Comparison(store, folder, resume, lambda _: False, scratch)
+        newest = found.newest_verified(copy.checkpoints) if found.is_resumed else None
+        if newest.parent == folder.checkpoints if newest else not found.has_newer_records:
             return folder
-        Comparison(store, copy, "auto", lambda _: False, copy.checkpoints).restore()
+        found.restore_records(copy, has_checkpoint=newest is not None)
         return copy
     except OSError as error:
         problem = f"{scratch} cannot be written: {error.strerror}"
-        raise RequestError(problem, "set TMPDIR to a folder with room for the checkpoints") from None
+        raise RequestError(problem, "set TMPDIR to a folder with room for a checkpoint") from None
 
 
 def records(folder: RunFolder) -> list[Path]:
