@@ -258,7 +258,7 @@ class Cluster:
 
     def _inject(self, fault: Fault) -> None:
         _log(f"step {fault.step}: {fault}")
-        with contextlib.suppress(APIError):  # the node may have ended
+        try:
             if fault.seconds is None:
                 self._nodes[fault.node].kill()
             else:
@@ -266,6 +266,8 @@ class Cluster:
                 timer = threading.Timer(fault.seconds, self._reconnect, [fault.node])
                 timer.daemon = True
                 timer.start()
+        except APIError as error:  # the node may have ended
+            _log(f"cannot {fault}: {error.explanation}")
 
     def _reconnect(self, node: int) -> None:
         settings = {"aliases": [node_settings.host_name(node)], "ipv4_address": self._addresses[node]}
