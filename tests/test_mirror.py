@@ -442,6 +442,18 @@ def test_what_is_discarded_or_lost_here_stays_in_the_mirror_until_another_checkp
     assert checkpoints(bucket) == [early.name]
 
 
+def test_a_record_that_a_late_write_replaced_is_sent_again_at_the_end(
+    tmp_path: Path, mirror: mirrors.Mirror, bucket: Bucket
+) -> None:
+    """A holder that was frozen in a write may finish it after another one took the lease."""
+    mirror._lease.is_from_another_folder = True
+    mirror._upload()
+    bucket.write("run/journal.jsonl", b"old")
+    mirror.start()
+    mirror.close()
+    assert bucket.read("run/journal.jsonl") == (tmp_path / "run/journal.jsonl").read_bytes()
+
+
 def test_the_size_of_what_the_store_has_does_not_prolong_the_wait_for_it(
     tmp_path: Path, mirror: mirrors.Mirror, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

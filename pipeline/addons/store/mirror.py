@@ -155,6 +155,8 @@ class Mirror(listener.Mirror):
             is_asked = self._is_wanted.is_set()
             self._is_wanted.clear()
             is_last = self._is_closed  # looked at last: `close` sets it before it wakes this thread
+            if is_last and self._lease.is_from_another_folder:
+                self._sent.clear()  # its holder may have been frozen in a write, and have finished it since
             try:
                 self._upload()
                 self.error = None
