@@ -51,6 +51,7 @@ PARTS = {
     "zoo": "pipeline.addons.models.zoo:MODELS",
     "best checkpoint": "pipeline.addons.models.best:best_checkpoint",
     "compile": "pipeline.addons.models.compilation:compile_model",
+    "compile if it repays": "pipeline.addons.models.compilation:compile_if_it_repays",
     "check target": "pipeline.addons.models.inputs:check_target",
     "evaluation images": "pipeline.addons.models.validation:open_validation",
     "explain shortage": "pipeline.addons.models.memory:explain_shortage",

@@ -19,21 +19,13 @@ from pipeline.plan import BatchSizes, DataSize, ImageSizes, Plan, Resources, Sch
 from pipeline.portable import portability
 from pipeline.world import World
 
-_STEPS_TO_REPAY_COMPILATION = 2_000
-"""Steps with each image size from which train.compile=auto compiles.
-
-An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
-shorter. A plan does not know the time of a step.
-"""
-
 
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     """Return the plan, or raise RequestError with the key, the numbers and what works instead."""
     batch = divide_batch(config, world.size)
     schedule = _schedule(config, data, passes=world.size * batch.accumulate)
     images = _image_sizes(config, schedule)
-    num_sizes = len({images.image_size_in(epoch) for epoch in range(config.train.epochs)})
-    compiles, compile_reason = _compilation(config, world, schedule.total_steps, num_sizes)
+    compiles, compile_reason = _compilation(config, world)
     is_portable, portable_reason = portability(config, world)
     plan = Plan(
         **vars(divide_resources(config, world)),
@@ -206,8 +198,8 @@ def _image_sizes(config: Config, schedule: Schedule) -> ImageSizes:
     )
 
 
-def _compilation(config: Config, world: World, total_steps: int, num_sizes: int) -> tuple[bool, str]:
-    """Return True if the model is compiled, and the reason. num_sizes: of images."""
+def _compilation(config: Config, world: World) -> tuple[bool, str]:
+    """Return True if the model is compiled, and the reason."""
     mode, missing, has_gpu = config.train.compile, world.missing_to_compile, world.uses_gpu(config.run.device)
     syncs = config.model.batchnorm == "sync" and world.size > 1
     if mode == "off":
@@ -227,14 +219,9 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
         "no GPU; train.compile=on compiles for the CPU": not has_gpu,
         "the run is deterministic, and compiled kernels may change bits": config.is_deterministic_on_gpus,
         f"torch.compile needs {missing}, which is missing": missing,
-        # A run that is resumed with more train.epochs may reach the number and compile from then
-        # on. That breaks no promise, because a deterministic run never gets here.
-        f"{total_steps:,} steps with {num_sizes} image size(s) are too few to repay a compilation": (
-            total_steps < _STEPS_TO_REPAY_COMPILATION * num_sizes
-        ),
     }
     reason = next((reason for reason, holds in reasons_not_to.items() if holds), "")
-    return not reason, reason or "there is a GPU"
+    return not reason, reason or "there is a GPU, unless timed passes say that it does not repay"
 
 
 def near_divisors(number: int, near: int) -> str:

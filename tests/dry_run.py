@@ -78,6 +78,7 @@ CASES = {
         f"precision {name}": Case("digits", (f"train.precision={name}",)) for name in ("fp32", "tf32", "bf16")
     },
     "precision fp16": Case("digits", ("train.precision=fp16", "train.clip=1", "optimizer.name=adamw")),
+    "compilation that does not repay": Case("digits", ("train.compile=auto",)),
     "mixed": Case(
         "digits", ("augment.mixup=0.2", "augment.cutmix=1", "train.loss=bce", "model.channels_last=true")
     ),

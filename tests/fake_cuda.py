@@ -151,6 +151,7 @@ def install() -> None:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     for module in (torch.cuda, torch.cuda.streams):
         module.Event, module.Stream = FakeEvent, FakeStream  # type: ignore[misc, assignment]
+    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_stream = FakeStream  # type: ignore[assignment]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False

@@ -15,9 +15,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import InductorError
 
-from pipeline.addons.models.compilation import is_fault_of_machine
+from pipeline.addons.models.compilation import is_fault_of_machine, reason_not_to
+from pipeline.config.load import load
 from pipeline.machine import missing_to_compile
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.record.failure import FAILURE
+from pipeline.world import World
 
 needs_compiler = pytest.mark.skipif(bool(missing_to_compile()), reason=f"needs {missing_to_compile()}")
 SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]
@@ -86,6 +90,21 @@ def test_a_rank_that_cannot_compile_ends_the_others(tmp_path: Path, digits: Path
     assert result.code == 2
     assert result.err.count("squeezenet1_1 cannot be compiled: train with train.compile=off") == 1
     assert "no kernel" in result.error
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pass_s", "queued_s", "reason"),
+    [
+        ("imagenette", 0.025, 0.01, "it would save about 11 s and take 60 s"),
+        ("resnet50-fast", 1.2, 0.02, ""),
+        ("resnet50-fast", 0.15, 0.02, "it would save about 112 s and take 120 s"),
+        ("resnet50-90", 0.05, 0.049, "the GPU waits for Python, which starts the kernels"),
+    ],
+)
+def test_a_model_is_compiled_if_that_repays(recipe: str, pass_s: float, queued_s: float, reason: str) -> None:
+    size = DataSize(9469, 3925, 10) if recipe == "imagenette" else DataSize(1_281_167, 50_000, 1000)
+    plan = make_plan(load(recipe, ["data.root=/data"]), World(), size)
+    assert reason_not_to(plan, pass_s, queued_s) == reason
 
 
 @pytest.mark.parametrize(

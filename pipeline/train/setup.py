@@ -21,6 +21,7 @@ from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
 from pipeline.model.weights import load_weights
 from pipeline.parallel import choose_strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 from pipeline.planning import divide_resources, make_plan
 from pipeline.portable import portability, use_exact_roots
@@ -111,6 +112,11 @@ def build_state(
     if group.device.type == "cuda" and config.parallel == "ddp":
         watchdog.beat()
         plan = part("fit passes")(config, plan, group, model, log)
+    normalise = Normalise(group.device, channels_last=config.model.channels_last)
+    if plan.compiles and config.train.compile == "auto":
+        eager = Strategy(config, replace(plan, compiles=False), model, group)
+        run_pass = partial(warm_up, eager, normalise, process.timer, plan)
+        plan = part("compile if it repays")(plan, group, model, run_pass, log)
     strategy = choose_strategy(config, plan, model, group)
     if group.size > 1 and strategy.is_replicated:
         strategy.on_gradients_computed(partial(process.timer.switch_to, "communication"))
@@ -118,7 +124,6 @@ def build_state(
     watchdog.beat()
     if strategy.warms_up:
         first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
-        normalise = Normalise(group.device, channels_last=config.model.channels_last)
         with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
             if plan.compiles:
                 log("compiling, which takes a minute or so ...")

@@ -81,10 +81,11 @@ def warm_up(
 
     is_synced: the processes exchange the gradients, as in the last pass of an update.
     """
-    shape = (plan.micro_batch, 3, plan.first_size, plan.first_size)
-    labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=strategy.group.device)
+    device, shape = strategy.group.device, (plan.micro_batch, 3, plan.first_size, plan.first_size)
+    images = torch.zeros(shape, dtype=torch.uint8, device=device)
+    labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
     none = torch.empty((0, MIX_COLUMNS))
-    blank = Batch(torch.zeros(shape, dtype=torch.uint8), labels, labels, digests=none, mix=none, defects=[])
+    blank = Batch(images, labels, labels, digests=none, mix=none, defects=[])
     run_pass(strategy, normalise, timer, plan.accumulate - 1 if is_synced else -1, blank)
     strategy.model.zero_grad()
 
