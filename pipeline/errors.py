@@ -105,9 +105,3 @@ def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
     kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
     return next((kind for kind in kinds if kind.code == code), RunError)
-
-
-def shorten(name: str, width: int) -> str:
-    """Return a name in one line of at most `width` characters."""
-    line = " ".join(name.split())
-    return line if len(line) <= width else f"{line[: width - 1]}…"

@@ -32,14 +32,6 @@ def available_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
-def start_failure(processes: str, error: OSError, otherwise: str) -> str:
-    """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
-    return (
-        f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the"
-        f" limits on processes, memory and open files, or {otherwise}"
-    )
-
-
 def missing_to_compile() -> str:
     """Return a missing prerequisite of torch.compile, or ""."""
     # Triton needs a C compiler, Inductor on a CPU one for C++

@@ -15,13 +15,13 @@ from test_data import digests, fill, names, refused
 from test_predict import save_run
 
 from pipeline.addons.datasets import checksums, manifest
-from pipeline.addons.datasets.folders import changes
+from pipeline.addons.datasets.folders import changes, escaped_name
 from pipeline.addons.datasets.manifest import open_index, scan, scan_validation
 from pipeline.data import images
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
 from pipeline.data.index import Index
-from pipeline.data.names import EXTENSIONS, escaped_name, normal_path
+from pipeline.data.names import EXTENSIONS, normal_path
 
 IMAGES = [
     f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)

@@ -146,13 +146,3 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
-
-
-def count_or_range(text: str) -> tuple[int | None, int]:
-    """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
-    low, colon, high = text.rpartition(":")
-    if not colon:
-        return None, positive_int(text)
-    if positive_int(low) > positive_int(high):
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX with MIN at most MAX, such as 1:4")
-    return (int(low) if low != high else None), int(high)

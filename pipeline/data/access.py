@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.errors import TemporaryError
 
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
                 errno.ENAMETOOLONG, errno.ENXIO)  # fmt: skip
@@ -91,17 +91,3 @@ def is_non_empty_folder(folder: bytes | Path) -> bool:
     with suppress(OSError), os.scandir(folder) as entries:
         return next(entries, None) is not None
     return False
-
-
-def check_folder(root: Path, given: str, remedy: str) -> None:
-    """Raise RequestError if `root`, which the user wrote as `given`, cannot be listed.
-
-    remedy: what to do if it is not a folder. Raises OutageError if the storage fails.
-    """
-    try:
-        os.scandir(root).close()
-    except (FileNotFoundError, NotADirectoryError):
-        raise RequestError(f"{given} is not a folder", remedy) from None
-    except OSError as error:
-        raise_if_outage(root, error)
-        raise RequestError(f"{given} cannot be read: {error.strerror}") from None

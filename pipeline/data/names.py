@@ -52,13 +52,6 @@ def class_of(folder: bytes | str) -> str:
     return printable_name(name)
 
 
-def escaped_name(name: bytes) -> str:
-    """Return a name for a message, with Python's spelling if another name could look like it."""
-    text = name.decode(errors="backslashreplace")
-    is_plain = text.isascii() and text.isprintable() and text == text.strip()
-    return text if is_plain else f"{printable_name(name).strip()} ({text!a})"
-
-
 def printable_name(name: bytes | str) -> str:
     """Return a file name as one printable line: other bytes are escaped."""
     text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")

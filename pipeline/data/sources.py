@@ -65,13 +65,6 @@ def data_size(config: Config) -> DataSize:
     return DIGITS_SIZE if _lacks_digits(config) else open_source(config).size
 
 
-def known_size(config: Config) -> DataSize | None:
-    """Return the size of data that this package makes; None for other data. Looks at no file."""
-    if config.data.source == "synthetic":
-        return open_source(config).size
-    return DIGITS_SIZE if config.data.source == "digits" else None
-
-
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """Return the source that the configuration names. The digits are made on first use.
 

@@ -46,13 +46,6 @@ class Predictions:
         recalls = correct[images > 0] / images[images > 0]
         return math.fsum(recalls) / len(recalls) if len(recalls) else None
 
-    def lowest_recalls(self, num_classes: int, count: int) -> list[tuple[int, int, int]]:
-        """Return (class, correct, images) of the `count` classes with the lowest recall."""
-        correct, images = self.count_correct(num_classes)
-        known = np.flatnonzero(images)
-        lowest = known[np.argsort(correct[known] / images[known], kind="stable")][:count]
-        return [(int(label), int(correct[label]), int(images[label])) for label in lowest]
-
     def recalls(self, classes: Sequence[str]) -> dict[str, float]:
         """Return the recall of each class that has images, by a name that MLflow takes.
 

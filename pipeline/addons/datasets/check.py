@@ -18,9 +18,8 @@ import numpy as np
 
 from pipeline.addons.datasets import checksums, pack
 from pipeline.addons.datasets.folders import CACHE
-from pipeline.addons.datasets.manifest import save_index, scan
+from pipeline.addons.datasets.manifest import check_folder, save_index, scan
 from pipeline.data import sources
-from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
 from pipeline.data.interface import Images, UnreadableError

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.data import access, names
 from pipeline.data.index import MISSING, Index, describe_ignored
 from pipeline.data.interface import OutageError
-from pipeline.data.names import escaped_name, normal_path, printable_name
+from pipeline.data.names import normal_path, printable_name
 from pipeline.errors import RequestError, list_first
 
 CACHE = ".pipeline-index"
@@ -215,3 +215,10 @@ def changes(before: Index, now: Index) -> Iterator[str]:
                 yield f"{printable_name(name)} had {was:,} bytes and has {has:,}"
             elif before.sums and now.sums and ours.checksum(old[name]) != theirs.checksum(new[name]):
                 yield f"{printable_name(name)} has another sum in SHA256SUMS"
+
+
+def escaped_name(name: bytes) -> str:
+    """Return a name for a message, with Python's spelling if another name could look like it."""
+    text = name.decode(errors="backslashreplace")
+    is_plain = text.isascii() and text.isprintable() and text == text.strip()
+    return text if is_plain else f"{printable_name(name).strip()} ({text!a})"

@@ -20,7 +20,6 @@ from PIL import Image
 
 from pipeline.data import jpeg
 from pipeline.errors import RequestError, StorageError
-from pipeline.machine import start_failure
 
 BLOCK = 8
 CUTS_HEAD = struct.Struct(">HBB")
@@ -198,3 +197,11 @@ def _touched(first: int, length: int, size: int, mcu: int, count: int) -> slice:
     """Return those of `count` intervals of `size` pixels that the pixels and their margin touch."""
     margin = mcu // BLOCK if mcu > BLOCK else 0  # pixels whose chroma is interpolated with theirs
     return slice(max(0, first - margin) // size, min(count, -(-(first + length + margin) // size)))
+
+
+def start_failure(processes: str, error: OSError, otherwise: str) -> str:
+    """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
+    return (
+        f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the"
+        f" limits on processes, memory and open files, or {otherwise}"
+    )

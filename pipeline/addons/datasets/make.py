@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.addons.datasets import synthetic
-from pipeline.addons.datasets.manifest import scan
+from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.store.bucket import Store
-from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import SplitImages
 from pipeline.data.interface import Images, UnreadableError

@@ -16,11 +16,18 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.addons.datasets.checksums import digest_of_sums, read_sums
-from pipeline.addons.datasets.folders import CACHE, Walk, check_any_class, check_layout, left_out
+from pipeline.addons.datasets.folders import (
+    CACHE,
+    Walk,
+    check_any_class,
+    check_layout,
+    escaped_name,
+    left_out,
+)
 from pipeline.data import access
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.names import class_of, escaped_name
+from pipeline.data.names import class_of
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.streams import log
@@ -46,7 +53,7 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     remedy = "give a folder with train/ and val/ in it, each with one folder per class, with data.root=FOLDER"
     if not os.path.exists(root):
         remedy += f", or make one with '{make}'"
-    access.check_folder(root, f"data.root={root}", remedy)
+    check_folder(root, f"data.root={root}", remedy)
     for cached in _cached(root, spare, _CACHED):
         if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
@@ -187,3 +194,17 @@ def check_has_validation(index: Index, root: str | Path) -> None:
     if not len(index.val):
         problem = f"{root} has no image to validate on with data.val_split={index.hold_out.share:g}"
         raise RequestError(problem, "add images, or give a larger data.val_split (for a pack: --val-split)")
+
+
+def check_folder(root: Path, given: str, remedy: str) -> None:
+    """Raise RequestError if `root`, which the user wrote as `given`, cannot be listed.
+
+    remedy: what to do if it is not a folder. Raises OutageError if the storage fails.
+    """
+    try:
+        os.scandir(root).close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RequestError(f"{given} is not a folder", remedy) from None
+    except OSError as error:
+        access.raise_if_outage(root, error)
+        raise RequestError(f"{given} cannot be read: {error.strerror}") from None

@@ -33,12 +33,11 @@ from torch import Tensor
 
 from pipeline.addons.datasets import jpeg_restarts
 from pipeline.addons.datasets import pack as reading
-from pipeline.addons.datasets.manifest import scan
+from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.datasets.pack import FORMAT, INDEX, NPY_MAGIC, REQUEST, SUMMARY, Level
 from pipeline.addons.datasets.pack_target import Target, open_target
 from pipeline.addons.store.bucket import Store
 from pipeline.data import sources
-from pipeline.data.access import check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
@@ -47,7 +46,7 @@ from pipeline.data.interface import UnreadableError
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
-from pipeline.machine import available_cpus, start_failure
+from pipeline.machine import available_cpus
 from pipeline.orphan import die_with_parent
 from pipeline.record.terminal import Terminal, format_duration
 
@@ -176,7 +175,9 @@ def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -
     try:  # forked, so that the workers share the index
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), *job))
     except OSError as error:
-        raise StorageError(start_failure("packing processes", error, "give fewer --workers")) from None
+        raise StorageError(
+            jpeg_restarts.start_failure("packing processes", error, "give fewer --workers")
+        ) from None
     try:
         tasks = {pool.submit(_make_shard, shard): shard for shard in missing}
         for number, task in enumerate(as_completed(tasks), 1):

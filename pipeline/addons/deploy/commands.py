@@ -6,15 +6,15 @@ import re
 import shlex
 from typing import NoReturn
 
-from pipeline.addons.deploy.options import EXAMPLES, add_flags, image_name, matching, options_of
-from pipeline.cli.arguments import (
-    Commands,
-    add_command,
-    add_recipe,
+from pipeline.addons.deploy.options import (
+    EXAMPLES,
+    add_flags,
     count_or_range,
-    path,
-    positive_int,
-)
+    image_name,
+    matching,
+    options_of,
+)  # fmt: skip
+from pipeline.cli.arguments import Commands, add_command, add_recipe, path, positive_int
 from pipeline.errors import RequestError, count_of
 
 _run = matching(r"[A-Za-z0-9][\w.-]{0,99}", "a run's name: give that of its folder in /runs, such as digits")

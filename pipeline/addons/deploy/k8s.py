@@ -23,7 +23,7 @@ from pipeline.addons.ops.model import check_model_builds, check_model_exists
 from pipeline.config.load import from_yaml, load, recipe_text
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
-from pipeline.data.sources import known_size
+from pipeline.data.sources import DIGITS_SIZE, open_source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import FULL, atomic_write, target_of
 from pipeline.planning import divide_batch, make_plan
@@ -197,11 +197,11 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
         size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
         has_gpu=request.gpus > 0,
     )  # fmt: skip
-    size = known_size(config)
-    if size is None:
+    if config.data.source not in ("digits", "synthetic"):  # its size is known in the cluster only
         divide_batch(config, world.size)
         check_model_exists(config, num_classes=1000)
         return
+    size = DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
     plan = make_plan(config, world, size)
     check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
     if plan.prefetch_bytes > _bytes(_memory_of(request)):

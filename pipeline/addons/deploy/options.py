@@ -14,9 +14,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline import __version__
-from pipeline.cli.arguments import Parser, count_or_range, positive_int
+from pipeline.cli.arguments import Parser, positive_int
 
 EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")  # files in manifests/examples/
+
+
+def count_or_range(text: str) -> tuple[int | None, int]:
+    """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
+    low, colon, high = text.rpartition(":")
+    if not colon:
+        return None, positive_int(text)
+    if positive_int(low) > positive_int(high):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX with MIN at most MAX, such as 1:4")
+    return (int(low) if low != high else None), int(high)
 
 
 def matching(pattern: str, expected: str) -> Callable[[str], str]:

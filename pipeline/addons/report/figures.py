@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.evaluations import SavedEvaluation
-from pipeline.errors import one_line, shorten
+from pipeline.errors import one_line
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.predictions import CONFIDENCE_UNIT
@@ -115,9 +115,10 @@ def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
 
 def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
     """Draw the accuracy of each class that has images; of many classes the worst ones."""
-    num_classes = len(evaluation.classes)
-    recalls = evaluation.predictions.lowest_recalls(num_classes, num_classes)
-    shown = recalls[:_MAX_BARS][::-1]
+    correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
+    known = np.flatnonzero(images)
+    by_recall = known[np.argsort(correct[known] / images[known], kind="stable")]
+    shown = [(int(label), int(correct[label]), int(images[label])) for label in by_recall[:_MAX_BARS]][::-1]
     figure = _figure(6.5, 0.9 + 0.2 * len(shown))
     axes = figure.subplots()
     bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
@@ -126,9 +127,7 @@ def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
     axes.set_yticks(range(len(shown)), names, **_style(7))
     axes.set_xlim(0, 1.15)
     axes.set_xlabel("correct images / images of the class", fontsize=8)
-    part = (
-        f"the worst {len(shown)} of {len(recalls):,} classes" if len(shown) < len(recalls) else "each class"
-    )
+    part = f"the worst {len(shown)} of {len(known):,} classes" if len(shown) < len(known) else "each class"
     axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
     return _png(figure)
 
@@ -170,7 +169,7 @@ def drawn_name(name: str, label: int) -> str:
 
     A class whose name has others is drawn as `class 3`, by its label.
     """
-    return shorten(name, 24) if _drawable().issuperset(" ".join(name.split())) else f"class {label}"
+    return _shorten(name, 24) if _drawable().issuperset(" ".join(name.split())) else f"class {label}"
 
 
 def _style(size: float) -> dict[str, Any]:
@@ -196,3 +195,8 @@ def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120)
     return buffer.getvalue()
+
+
+def _shorten(name: str, width: int) -> str:
+    line = " ".join(name.split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
