@@ -1,4 +1,4 @@
-"""torch.compile: is it worth its time, and is the model or the machine at fault if it fails?"""
+"""Decide if a compilation repays, and tell a model that cannot be compiled from a bad machine."""
 
 import re
 import time
