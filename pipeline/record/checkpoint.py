@@ -113,9 +113,8 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
     It waits for a device once, and never for another process.
     """
-    from torch.distributed.tensor import DTensor  # takes a second to import
-
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    # FSDP's have `to_local`; to import their class takes a second
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     found = [torch.isfinite(tensor).all() for tensor in local if tensor.is_floating_point()]
     return not found or bool(torch.stack(found).all())
 
