@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.config.interface import TrainSettings
+from pipeline.config.sections import Train
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Targets:
     """[B] float32 in 0..1: the weight of an image's own label; its partner's label has the rest."""
 
 
-def classification_loss(logits: Tensor, targets: Targets, options: TrainSettings) -> Tensor:
+def classification_loss(logits: Tensor, targets: Targets, options: Train) -> Tensor:
     """Return the mean loss of a pass, as a tensor of shape []. logits: [B, classes].
 
     Both kinds of loss are linear in the target, so the weighted mean of an image's losses against
@@ -34,7 +34,7 @@ def classification_loss(logits: Tensor, targets: Targets, options: TrainSettings
     return loss.mean()
 
 
-def _loss_per_image(logits: Tensor, labels: Tensor, options: TrainSettings) -> Tensor:
+def _loss_per_image(logits: Tensor, labels: Tensor, options: Train) -> Tensor:
     """Return the loss of each image, [B]. labels: [B] int64.
 
     ce: cross-entropy. bce: one binary cross-entropy per class, summed over the classes, as in

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.interface import Settings, TrainSettings
+from pipeline.config.interface import Settings
+from pipeline.config.sections import Train
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss
@@ -126,7 +127,7 @@ class Strategy:
         return torch.compile(module, dynamic=False, mode=compile_mode(self._options))
 
 
-def compile_mode(options: TrainSettings) -> str | None:
+def compile_mode(options: Train) -> str | None:
     """Return the mode of torch.compile that train.compile asks for.
 
     With CUDA graphs (reduce-overhead), logits and gradients lie in the graphs' memory, which the
