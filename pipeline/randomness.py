@@ -56,10 +56,10 @@ def seed_network(seed: int, *address: int | str) -> None:
             gpu.manual_seed(number)
 
 
-def configure_torch(*, deterministic: bool, exact: bool = False, precision: str, threads: int) -> None:
+def configure_torch(*, deterministic: bool, any_order: bool = False, precision: str, threads: int) -> None:
     """Set this process's threads, TF32 and, in deterministic mode, deterministic kernels and sums.
 
-    Call it before the process group forms. exact: the order in which NCCL sums does not matter.
+    Call it before the process group forms. any_order: that of NCCL's sums does not matter.
     """
     import torch
 
@@ -68,7 +68,7 @@ def configure_torch(*, deterministic: bool, exact: bool = False, precision: str,
     if deterministic:
         # cuBLAS reads this when its first handle is created, so it must be set before any GPU work.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        if not exact:
+        if not any_order:
             os.environ["NCCL_ALGO"] = FIXED_ORDER_ALGORITHM
         torch.use_deterministic_algorithms(True)
         # This setting only helps to find bugs, and would slow down every step.

@@ -77,7 +77,7 @@ def report_to_agent(line: str, *, is_secondary: bool) -> None:
             Path(path).write_text(text, encoding="utf-8")
 
 
-def kill_stopped_peers(pids: list[int]) -> None:
+def kill_frozen_peers(pids: list[int]) -> None:
     """Send SIGKILL to stopped local ranks (SIGSTOP): the agent would wait 30 s for each of them."""
     for pid in pids:
         with suppress(OSError, IndexError):

@@ -7,10 +7,9 @@ and its own batch norm. What shards exchange are integers, whose sum is the same
 any grouping: gradients in units of 2^-fraction_bits, running statistics in units of 2^-36.
 
 - Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the
-  running statistics at the start of the step; the new ones are the mean over all shards. A counter
-  (`num_batches_tracked`) counts one shard a step. Values that no shard changes stay bit-identical:
-  a mask or a table of positions is not a statistic. A value that only some shards change must be
-  in range before and after, or `has_overflow` says so: its mean includes both.
+  step's first running statistics; the step ends with the mean of all shards' results. A value that
+  no shard changed keeps its bits. If only some shards changed it, old and new values must both be
+  in range, else `has_overflow` says so. A counter (`num_batches_tracked`) rises by 1 a step.
 - Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can
   overflow. A larger gradient, or one that is not finite, is noticed before the update
   (`has_overflow`).

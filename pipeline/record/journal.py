@@ -118,9 +118,9 @@ class Journal:
     """The writer of a run's journal."""
 
     def __init__(self, path: Path, log: Callable[[str], None], resumed_at: int | None = None) -> None:
-        """resumed_at: the step after which figures of earlier starts no longer count.
+        """resumed_at: the step after which figures of earlier starts will be computed again.
 
-        Below 1 in a start without a checkpoint; None: all count.
+        They are remembered, and written again only if they differ. -1: all; None: none.
         """
         self._log = log
         self._lock = threading.Lock()  # the thread that saves checkpoints writes rows, too

@@ -61,6 +61,7 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
             found = evaluate(trainer)  # None: asked to stop meanwhile, and the next start evaluates
             is_stopping = found is None
             is_best = found is not None and found.is_best
+        # both are due once an epoch by default, never at step 0
         is_due = is_stopping or is_best or plan.saves_at(state.step)
         if is_due and saved != (state.step, state.is_evaluated):
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
@@ -104,7 +105,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
         # for the next step. Beside this and the gradients only what is due costs an exchange: the
         # sums of a report, the trace, a comparison of the weights.
         is_stopping, is_bad, has_defects, has_outage = group.any_rank(
-            trainer.process.asked_to_stop(),
+            trainer.process.asked_to_stop(),  # also reports progress to the watchdog
             state.loss_guard.check(state.step + 1, loss, used),
             any(batch.defects for batch in used),
             any(batch.outage for batch in used),

@@ -1,8 +1,9 @@
 """Resuming a run: the decision, and how a checkpoint reaches every process.
 
-Rank 0 alone looks at the folder and reads the file (`operate.launch` calls `find` before the group
-forms), then sends the verified bytes to all processes. So no two can choose differently, whatever
-their file systems list, and a damaged file is found once. `train.records` prepares the folder.
+Rank 0 alone looks at the folder and reads the file (`Session.prepare` calls `find`, by way of
+`operate.launch`, before the group forms), then sends the verified bytes to all processes. So no two
+can choose differently, whatever their file systems list, and a damaged file is found once.
+`train.records` prepares the folder.
 """
 
 from collections.abc import Callable

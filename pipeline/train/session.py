@@ -1,7 +1,8 @@
 """One process's part in a run, from start to end: join, build, train, end.
 
-The `main` of a rank. `operate.launch` has read the request, set the signal handlers and, on rank 0,
-taken the folder's lock and found what to resume from (`Prepared`); then it calls `run_training`.
+The `main` of a rank. `cli.run` has set the signal handlers; `operate.launch` has read the request
+and, on rank 0, taken the folder's lock; then it calls `run_training`. Rank 0 first finds what to
+resume from (`Prepared`).
 The promise is the order: parts are complete before the state is loaded; all processes end together
 once rank 0 has saved, and the journal says how. Only a crash leaves at once: others may be gone.
 """
@@ -35,7 +36,7 @@ from pipeline.record.failure import save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.terminal import make_terminal
-from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
+from pipeline.supervision import kill_frozen_peers, report_to_agent, stop_restarts
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import End, Mirror
@@ -101,7 +102,7 @@ class Session:
         Raises EarlyStopError at a signal: nothing is changed before.
         """
         with self._stop.raise_on_signal():
-            prepared = prepare()
+            prepared = prepare()  # if it raises, the launcher ends the others, which wait in `join`
         # the request has passed all checks: from here on things change
         if prepared.resume == "never":
             aside = self._folder.set_aside()
@@ -136,6 +137,7 @@ class Session:
         if self._is_finished(job, state):
             group.run_long_task(partial(self._update_mirror, prepared.mirror))
             return Trainer(job, process, state, Records())
+        # rank 0 tidies the folder, opens the journal and starts the sender; then all agree
         return Trainer(job, process, state, open_records(job, process, state, resumed_from, prepared.mirror))
 
     def train(self, trainer: Trainer) -> Evaluation:
@@ -149,7 +151,7 @@ class Session:
             positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
             watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
             resident = None
-            if not plan.not_resident:
+            if not plan.not_resident:  # workers then send only what they drew; the device makes the pixels
                 load = part("resident images")
                 resident = load(data, config, group.device, self._terminal.log, process.asked_to_stop)
             maker = resident.draws if resident else data
@@ -160,7 +162,7 @@ class Session:
             folder.check_ours()
             save_failure(folder.path, error, self._request)
             _crash(trainer, error)
-        except RunError as error:  # raised in all processes together, by `Group.raise_together`
+        except RunError as error:  # raised in all processes together, after an exchange of `Group`
             watchdog.stop()
             # the modules that raise it do not know the configuration
             error.remedy = error.remedy.replace("the same command", config.same_command)
@@ -187,7 +189,7 @@ class Session:
         end = _end(trainer, "FINISHED", line)
         try:
             group.run_long_task(partial(_record_end, trainer, end))
-            group.shutdown()
+            group.shutdown()  # after the first exit a launcher kills the rest
         except RuntimeError as error:
             # rank 0 has recorded the end by now, whichever rank is lost meanwhile
             is_recorded = group.is_main and final_status(self._folder.journal) == "FINISHED"
@@ -264,7 +266,7 @@ def _leave(trainer: Trainer, error: RunError) -> None:
 def _record_hang(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher and the journal that this process exits. A peer may have failed first."""
     report_to_agent(str(error), is_secondary=True)
-    kill_stopped_peers(trainer.process.group.local_peer_pids)
+    kill_frozen_peers(trainer.process.group.local_peer_pids)
     _record_failure(trainer, error)
 
 
@@ -283,7 +285,7 @@ def _crash(trainer: Trainer, error: Exception, *, is_secondary: bool = False) ->
         details = "".join(traceback.format_exception(error))
     line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {reason}"
     report_to_agent(line, is_secondary=is_secondary)
-    kill_stopped_peers(group.local_peer_pids)
+    kill_frozen_peers(group.local_peer_pids)
     _record_end(trainer, _end(trainer, "FAILED", "crashed"))  # before anything is printed
     print(f"{details}\npipeline: {line}", file=sys.stderr, flush=True)
     code = error.code if isinstance(error, RunError) else errors.CRASH

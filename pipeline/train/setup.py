@@ -40,8 +40,8 @@ def join(config: Config, world: World) -> Group:
         use_exact_roots()
     randomness.configure_torch(
         deterministic=_is_deterministic(config, on_gpu=world.uses_gpu(config.run.device)),
-        # only run.deterministic means the sums of NCCL: portable runs are on CPUs
-        exact=config.run.exact or not config.run.deterministic,
+        # NCCL's order is fixed for run.deterministic alone: sums of integers need none
+        any_order=config.run.exact or not config.run.deterministic,
         precision=config.train.precision,
         threads=divide_resources(config, world).threads,
     )
@@ -61,7 +61,7 @@ def check_same_request(config: Config, group: Group) -> None:
                 f"rank {rank} was started with another configuration than rank 0, which has"
                 f" {' '.join(stated)[:200]}",
                 "give all processes the same keys",
-            ).collective()
+            ).collective()  # a mark: all raise this, so that one prints it
 
 
 def broadcast_source(config: Config, group: Group, source: Source | None) -> Source:

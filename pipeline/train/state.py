@@ -1,7 +1,8 @@
 """The training state: what a checkpoint holds, with the strategy and loss guard that it needs.
 
-Promise: with run.deterministic or run.exact, and the same plan, a run that loads this state at step
-n continues to the same bits as the run that saved it. It is small because order, augmentation,
+Promise: if `config.is_deterministic` (run.deterministic, run.exact, and on CPUs run.portable), and
+with the same plan, a run that loads this state at step n continues to the same bits as the run that
+saved it. It is small because order, augmentation,
 dropout and the learning rate are functions of the step. `train.loop` adds who saved it
 (`Records.identity`: configuration, data, world), which `train.resume` compares.
 """
@@ -119,8 +120,8 @@ class TrainState:
         load_weights(self.model, states["model"])
         if self.ema is not None:
             load_weights(self.ema, states["average"])
-        # The saved settings say which kernels updated (fused, foreach). With another number of
-        # processes these may be unable to.
+        # Keep this process's own settings (fused, foreach): with another number of processes the
+        # saved ones may not run. The moments come from the file.
         groups = self.optimizer.state_dict()["param_groups"]
         for group, saved in zip(groups, states["optimizer"]["param_groups"], strict=True):
             if "step" in saved:  # LAMB counts its updates here
