@@ -244,7 +244,9 @@ class Cluster:
                 hostname=host, domainname=domain, network=self._name,
                 networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
-                volumes=volumes, read_only=True, tmpfs={"/tmp": "size=8g", "/cache": "size=8g,exec"},
+                volumes=volumes, read_only=True,
+                # a mount has the mode of the image's folder, and root as its owner
+                tmpfs={"/tmp": "size=8g", "/cache": "size=8g,exec,mode=1777"},
                 shm_size="1g",
                 mem_limit=f"{node_settings.memory_gib(options.gpus, options.nproc)}g", pids_limit=32768,
                 cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
