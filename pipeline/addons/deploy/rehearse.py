@@ -245,8 +245,8 @@ class Cluster:
                 networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
                 volumes=volumes, read_only=True,
-                # a mount has the mode of the image's folder, and root as its owner
-                tmpfs={"/tmp": "size=8g", "/cache": "size=8g,exec,mode=1777"},
+                # it gets the mode of the image's folder, whose owner is the image's user
+                tmpfs={"/tmp": "size=8g", "/cache": "size=8g,exec,uid=10001,gid=10001"},
                 shm_size="1g",
                 mem_limit=f"{node_settings.memory_gib(options.gpus, options.nproc)}g", pids_limit=32768,
                 cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
