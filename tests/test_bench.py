@@ -13,6 +13,7 @@ from test_pack import encoded, photo
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("loop", "data", "gpu", "anatomy", "top1", "store")
 SIZE = ("--rounds", "1", "--steps", "1")
+MAX_CALLS = 200  # Python functions of an update beyond those of the minimal loop: once 832, now 88
 MODEL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
 
 
@@ -109,6 +110,9 @@ def test_the_parts_for_a_gpu_run_on_the_cpu(tmp_path: Path, photos: Path) -> Non
     )  # fmt: skip
     assert re.search(".*".join(rf"^  {row}" for row in expected), text, re.MULTILINE | re.DOTALL), text
     assert "FAILED" not in text
+    more = re.search(r"bare [\d,]+, ([\d,]+) more", text)
+    assert more
+    assert int(more[1].replace(",", "")) < MAX_CALLS
 
 
 @pytest.mark.full
@@ -126,10 +130,8 @@ def test_what_stops_and_resumes_a_run_is_checked(tmp_path: Path, photos: Path) -
 def test_a_part_without_time_is_named() -> None:
     words = ("--limit=3", "--only=facts", "--only=cifar", "run.device=cpu")
     result = bench("gpu", *words)
-    assert result.out.splitlines()[1:-1] == [
-        "  facts                FAILED: not run, 3 s are left", "cifar, about 75 s on an H100:",
-        "  not run: give --cifar DIR",
-    ]  # fmt: skip
+    assert re.search(r"^  facts +FAILED: not run, \d s are left$", result.out, re.MULTILINE)
+    assert "not run: give --cifar DIR" in result.out
     assert "FAILED: facts" in result.out
 
 
