@@ -28,18 +28,18 @@ from test_pack import encoded, photo
 
 from pipeline.addons.datasets import checksums, manifest
 from pipeline.addons.datasets.folders import changes
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import MISSING, Index, Split
 from pipeline.addons.datasets.manifest import open_index, scan
+from pipeline.addons.datasets.sources import open_source, source_from_index
 from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
 from pipeline.data import images
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
-from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
-from pipeline.data.sources import open_source, source_from_index
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 

@@ -12,13 +12,13 @@ from test_pack import LEVELS, copy_folder, encoded, photo
 
 from pipeline.addons.datasets import jpeg_restarts
 from pipeline.addons.datasets.pack import Level
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
 from pipeline.data import jpeg
 from pipeline.data.images import BadImageError, Picture
 from pipeline.data.interface import UnreadableError
-from pipeline.data.sources import open_source
 from pipeline.errors import RequestError
 
 MUTATIONS = 300

@@ -17,12 +17,12 @@ from PIL import Image, ImageOps
 from streams import stream
 from torch import Tensor
 
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.sources import open_source
 from pipeline.record import checkpoint, checkpoint_files
 
 PACK_0_2 = Path(__file__).parent / "pack-0.2"

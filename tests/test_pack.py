@@ -23,16 +23,16 @@ from PIL import Image
 from streams import stream
 
 from pipeline.addons.datasets import jpeg_restarts, pack
+from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.pack_target import open_target
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
 from pipeline.data import jpeg
-from pipeline.data.holdout import HoldOut
 from pipeline.data.images import Picture, decode
 from pipeline.data.interface import UnreadableError
-from pipeline.data.sources import open_source
 from pipeline.errors import RequestError, StorageError
 
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")

@@ -16,12 +16,12 @@ from test_predict import save_run
 
 from pipeline.addons.datasets import checksums, manifest
 from pipeline.addons.datasets.folders import changes, escaped_name
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import open_index, scan, scan_validation
+from pipeline.addons.datasets.names import EXTENSIONS, normal_path
 from pipeline.data import images
-from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
-from pipeline.data.index import Index
-from pipeline.data.names import EXTENSIONS, normal_path
 
 IMAGES = [
     f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)

@@ -1,12 +1,14 @@
 """The interface of the loader: the images that it reads, the settings a batch depends on."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TemporaryError
+from pipeline.plan import DataSize
 
 AugmentOptions = Any
 """`config.sections.Augment`. The loader imports no configuration, so it can be read alone."""
@@ -53,3 +55,16 @@ class Images(Protocol):
 
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare to read these images next, in this order. Only a bucket looks at them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The images to train on and to validate on: the same in every process."""
+
+    size: DataSize
+    digest: str
+    classes: tuple[str, ...]
+    train: Images
+    val: Images
+    index: Any = None
+    """The index of a folder or pack (`addons.datasets.index`). Rank 0 sends it to the others."""

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline import machine, portable, supervision, world
 from pipeline.config.load import MAX_YAML_BYTES, for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
-from pipeline.data import sources
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.files import read_limited
 from pipeline.guards.signals import EarlyStopError, StopRequest
@@ -70,7 +69,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
                 folder.hold()
             prepare = partial(_prepare, resumed, here, folder, source, plan, mirror)
         elif here.local_rank == 0 and config.data.source == "digits":
-            sources.open_source(config)  # makes the digits on each machine, unless they share a disk
+            part("open source")(config)  # makes the digits on each machine, unless they share a disk
         with freeze_imports():
             from pipeline.train.session import run_training
         return run_training(config, here, folder, prepare, stop)

@@ -12,8 +12,7 @@ import sys
 from pipeline import machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
-from pipeline.data import sources
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError
 from pipeline.lazy import part
 from pipeline.planning import request_digest
@@ -27,7 +26,7 @@ from pipeline.world import World
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     folder.check_writable()
-    is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
+    is_data = os.path.realpath(part("data root")(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
         raise RequestError(f"run.dir={config.run_dir} is data.root, too", "give another folder")
     uri = part("tracking uri")(config, folder)
@@ -77,7 +76,7 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     was_started = bool(start) or folder.has_checkpoints()
     if was_started:
         part("check data is there")(config, previous_config(folder), start.get("tags", {}).get("data"))
-    source = sources.open_source(config, check_sizes=was_started)
+    source: Source = part("open source")(config, check_sizes=was_started)
     part("check place of data")(config, source)
     return source
 

@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.addons.datasets import checksums, pack
+from pipeline.addons.datasets import checksums, pack, sources
 from pipeline.addons.datasets.folders import CACHE
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import check_folder, save_index, scan
-from pipeline.data import sources
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index
 from pipeline.data.interface import Images, UnreadableError
-from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, StorageError, count_of
+from pipeline.errors import RequestError, StorageError, count_of, printable_name
 from pipeline.machine import available_cpus
 
 DARK = 8

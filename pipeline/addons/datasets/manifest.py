@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.addons.datasets import file_errors
 from pipeline.addons.datasets.checksums import digest_of_sums, read_sums
 from pipeline.addons.datasets.folders import (
     CACHE,
@@ -24,10 +25,9 @@ from pipeline.addons.datasets.folders import (
     escaped_name,
     left_out,
 )
-from pipeline.data import access
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.names import class_of
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import MISSING, Index, Split
+from pipeline.addons.datasets.names import class_of
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.streams import log
@@ -87,7 +87,7 @@ def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
     paths = [path for folder in (root / CACHE, spare) for path in folder.glob(f"*{suffix}")]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
-            with open(path, "rb", opener=access.open_regular) as file:
+            with open(path, "rb", opener=file_errors.open_regular) as file:
                 index = Index.from_bytes(np.memmap(file, np.uint8, "r"))
             is_valid = all(split.is_valid(len(index.classes)) for split in (index.train, index.val))
         except (OSError, ValueError):
@@ -206,5 +206,5 @@ def check_folder(root: Path, given: str, remedy: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(f"{given} is not a folder", remedy) from None
     except OSError as error:
-        access.raise_if_outage(root, error)
+        file_errors.raise_if_outage(root, error)
         raise RequestError(f"{given} cannot be read: {error.strerror}") from None

@@ -4,13 +4,14 @@ import os
 import unicodedata
 from pathlib import Path
 
+from pipeline.addons.datasets.file_errors import is_non_empty_folder
+from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import find_cached_index
+from pipeline.addons.datasets.sources import data_root
 from pipeline.config.schema import Config
-from pipeline.data.access import is_bucket, is_non_empty_folder
-from pipeline.data.index import Index
-from pipeline.data.names import printable_name
-from pipeline.data.sources import Source, data_root
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.data.access import is_bucket
+from pipeline.data.interface import Source
+from pipeline.errors import RequestError, TemporaryError, printable_name
 
 
 def check_run_is_outside(config: Config, source: Source) -> None:

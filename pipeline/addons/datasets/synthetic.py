@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
 from pipeline.plan import DataSize

@@ -31,19 +31,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.addons.datasets import jpeg_restarts
+from pipeline.addons.datasets import jpeg_restarts, sources
 from pipeline.addons.datasets import pack as reading
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import MISSING, Index, Split, describe_ignored
 from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.datasets.pack import FORMAT, INDEX, NPY_MAGIC, REQUEST, SUMMARY, Level
 from pipeline.addons.datasets.pack_target import Target, open_target
 from pipeline.addons.store.bucket import Store
-from pipeline.data import sources
 from pipeline.data.augment import resize_image
-from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split, describe_ignored
-from pipeline.data.interface import UnreadableError
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source, UnreadableError
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index, Split, describe_ignored
 from pipeline.addons.datasets.manifest import scan, scan_validation
-from pipeline.config.schema import Config
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index, Split, describe_ignored
-from pipeline.data.names import class_of
-from pipeline.data.sources import (
-    Source,
+from pipeline.addons.datasets.names import class_of
+from pipeline.addons.datasets.sources import (
     data_root,
     ensure_digits,
     hold_out_of,
@@ -23,6 +21,8 @@ from pipeline.data.sources import (
     open_source,
     source_from_index,
 )
+from pipeline.config.schema import Config
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first
 
 

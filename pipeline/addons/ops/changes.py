@@ -7,8 +7,9 @@ from torch import Tensor
 
 from pipeline.addons.datasets.folders import changes
 from pipeline.addons.datasets.manifest import find_cached_index
+from pipeline.addons.datasets.sources import data_root
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source, data_root
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first
 from pipeline.model.architectures import meta_model
 

@@ -24,7 +24,7 @@ from pipeline.addons.store import lease, restore
 from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.operate import request
 from pipeline.plan import Plan

@@ -11,7 +11,7 @@ import tempfile
 
 from pipeline import machine
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError, summary
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder

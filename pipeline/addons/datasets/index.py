@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.holdout import HoldOut
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.names import normal_path
 from pipeline.data.interface import UnreadableError
-from pipeline.data.names import normal_path, printable_name
-from pipeline.errors import list_first
+from pipeline.errors import list_first, printable_name
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
 
