@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.addons.datasets.resident import load_images
+from pipeline.addons.datasets.resident_images import load_images
 from pipeline.addons.datasets.sources import open_source
 from pipeline.config.load import load
 from pipeline.config.schema import Config

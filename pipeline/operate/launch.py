@@ -87,7 +87,7 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     request.check_run_folder_is_writable(config, folder)
     request.check_previous_start_did_not_fail(config, here, folder)
     request.check_device(config, here)
-    source = request.open_data(config, folder)
+    source = part("open data")(config, folder)
     plan = make_plan(config, here, source.size)
     request.check_config_is_compatible(config, folder)
     return source, plan

@@ -51,8 +51,8 @@ def _place(config: Config) -> str:
 
 
 def data_size(config: Config) -> DataSize:
-    """Return the size of the data, also if the digits are not made yet."""
-    return DIGITS_SIZE if _lacks_digits(config) else open_source(config).size
+    """Return the size of the data. The digits need not be made for it."""
+    return DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
 
 
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
@@ -119,23 +119,16 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
 
 
 def ensure_digits(config: Config) -> None:
-    """Make the digits, unless they are there."""
-    if _lacks_digits(config):
-        try:
-            synthetic.make_digits(data_root(config))
-        except RequestError:
-            if _lacks_digits(config):  # else another process made them at the same time
-                raise
-
-
-def _lacks_digits(config: Config) -> bool:
-    """Return True if the digits are to be made. Raises OutageError if their storage fails."""
+    """Make the digits, unless they are there. Raises OutageError if their storage fails."""
     if config.data.source != "digits":
-        return False
+        return
     root = data_root(config)
     try:
         root.stat()
     except OSError as error:
         raise_if_outage(root, error)
-        return True  # if it cannot be looked up, making them says why
-    return False
+        try:
+            synthetic.make_digits(root)
+        except RequestError:
+            if not root.exists():  # else another process made them at the same time
+                raise
