@@ -17,12 +17,13 @@ from PIL import Image, ImageOps
 from streams import stream
 from torch import Tensor
 
+from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import SampleKey, augment
-from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.interface import UnreadableError
 from pipeline.record import checkpoint, checkpoint_files
 
 PACK_0_2 = Path(__file__).parent / "pack-0.2"
@@ -235,6 +236,6 @@ def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
          "in colour", "signed", "PFM"],
 )  # fmt: skip
 def test_an_unknown_range_is_a_named_defect(data: bytes, named: str) -> None:
-    with pytest.raises(BadImageError, match=named):
+    with pytest.raises(UnreadableError, match=named):
         decode(data)
     decode(data, upright=False)  # as version 0.2

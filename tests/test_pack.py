@@ -22,16 +22,15 @@ from harness import environment, kill, quick
 from PIL import Image
 from streams import stream
 
-from pipeline.addons.datasets import jpeg_restarts, pack
+from pipeline.addons.datasets import jpeg, jpeg_restarts, pack
 from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.pack_target import open_target
 from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
-from pipeline.data import jpeg
-from pipeline.data.images import Picture, decode
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError, StorageError
 

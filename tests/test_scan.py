@@ -14,14 +14,13 @@ from PIL import Image
 from test_data import digests, fill, names, refused
 from test_predict import save_run
 
-from pipeline.addons.datasets import checksums, manifest
+from pipeline.addons.datasets import checksums, images, manifest
 from pipeline.addons.datasets.folders import changes, escaped_name
 from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import decode
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import open_index, scan, scan_validation
 from pipeline.addons.datasets.names import EXTENSIONS, normal_path
-from pipeline.data import images
-from pipeline.data.images import decode
 
 IMAGES = [
     f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,27 +10,30 @@ from numpy.typing import NDArray
 from pipeline.errors import TemporaryError
 from pipeline.plan import DataSize
 
-AugmentOptions = Any
-"""`config.sections.Augment`. The loader imports no configuration, so it can be read alone."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-class Options(Protocol):
-    """The sections of `config.schema.Config` that a batch depends on, and no other."""
-
-    @property
-    def run(self) -> Any: ...
-    @property
-    def augment(self) -> AugmentOptions: ...
-    @property
-    def evaluate(self) -> Any: ...
+Options = Any
+"""`config.schema.Config` or a section of it: so the loader, without it, can be read alone."""
 
 
 class UnreadableError(Exception):
-    """An image file that cannot be read, or that changed since it was indexed."""
+    """The defect of one image, as a phrase: it cannot be read or decoded, or has changed."""
 
 
 class OutageError(TemporaryError):
     """The storage that holds the images cannot be read. It says nothing about any single image."""
+
+
+class Picture(Protocol):
+    """An image of known size. A crop of it is decoded on demand."""
+
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    def region(self, top: int, left: int, height: int, width: int) -> "Tensor":
+        """Return a crop [3, height, width] uint8, maybe as a view. Raises UnreadableError."""
 
 
 class Images(Protocol):
@@ -40,10 +43,6 @@ class Images(Protocol):
     def labels(self) -> NDArray[np.int32]:
         """The class of each image, [N]."""
 
-    @property
-    def upright(self) -> bool:
-        """Images are turned as their EXIF orientation says."""
-
     def __len__(self) -> int: ...
     def name(self, i: int) -> str: ...
     def label(self, i: int) -> int: ...
@@ -52,6 +51,9 @@ class Images(Protocol):
 
         Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
         """
+
+    def open(self, i: int) -> Picture:
+        """Read the image, and of a file its header. Raises what `read` does."""
 
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare to read these images next, in this order. Only a bucket looks at them."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.names import normal_path
+from pipeline.data import interface
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import list_first, printable_name
 from pipeline.files import parse_json
@@ -29,7 +30,7 @@ from pipeline.plan import DataSize
 
 MISSING = -1
 """Size of an image whose file cannot be read, such as a dangling link."""
-MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of data.images.MAX_PIXELS has 229 MiB
+MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of images.MAX_PIXELS has 229 MiB
 _MAGIC = b"pipeline-index-2\n"
 _DTYPES = ["|u1", "<i8", "<i8", "<i4", "|u1", "<i8"]
 
@@ -156,6 +157,14 @@ class SplitImages:
     def expect(self, samples: Iterable[int]) -> None:
         """See `interface.Images`. A disk needs no warning."""
 
+    def read(self, i: int) -> bytes | NDArray[np.uint8]:
+        raise NotImplementedError
+
+    def open(self, i: int) -> interface.Picture:
+        from pipeline.addons.datasets.images import Picture  # imports torch
+
+        return Picture.open(self.read(i), upright=self.upright)
+
 
 @dataclass(frozen=True)
 class Index:
@@ -192,6 +201,12 @@ class Index:
         """Return True if the images come from class folders without train/ and val/."""
         split = self.train if len(self.train) else self.val  # an evaluation has no training images
         return not split.name(0).startswith((b"train/", b"val/"))
+
+    def split_rule(self) -> dict[str, Any] | None:
+        """Return the digest of all names and the rule of the split, or None if there is val/."""
+        if not self.is_split_by_hash:
+            return None
+        return {"names": self.names_digest(), "val_split": self.hold_out.share, "split_by": self.hold_out.by}
 
     def names_digest(self, normal: Callable[[bytes], bytes] = normal_path) -> str:
         """Return the SHA-256 of the names of all images, the same for any split and in a pack."""

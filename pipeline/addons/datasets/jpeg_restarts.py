@@ -17,7 +17,7 @@ import subprocess
 import numpy as np
 from PIL import Image
 
-from pipeline.data import jpeg
+from pipeline.addons.datasets import jpeg
 from pipeline.errors import RequestError, StorageError
 
 BLOCK = 8

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
+from pipeline.data import interface
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
@@ -28,7 +29,6 @@ class SyntheticImages:
     count: int
     num_classes: int
     side: int
-    upright: bool = True
 
     def __len__(self) -> int:
         return self.count
@@ -45,6 +45,11 @@ class SyntheticImages:
 
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare nothing."""
+
+    def open(self, i: int) -> interface.Picture:
+        from pipeline.addons.datasets.images import Picture  # imports torch
+
+        return Picture.open(self.read(i))
 
     def read(self, i: int) -> NDArray[np.uint8]:
         coarse = np.random.Generator(np.random.Philox(derive(0, "pattern", self.label(i))))

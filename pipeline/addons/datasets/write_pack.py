@@ -34,13 +34,13 @@ from torch import Tensor
 from pipeline.addons.datasets import jpeg_restarts, sources
 from pipeline.addons.datasets import pack as reading
 from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.datasets.index import MISSING, Index, Split, describe_ignored
 from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.datasets.pack import FORMAT, INDEX, NPY_MAGIC, REQUEST, SUMMARY, Level
 from pipeline.addons.datasets.pack_target import Target, open_target
 from pipeline.addons.store.bucket import Store
 from pipeline.data.augment import resize_image
-from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.interface import Source, UnreadableError
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
@@ -222,7 +222,7 @@ def _make_shard(shard: Shard) -> None:
                 data, is_unchanged, image_difference = encode(data, level)
                 difference += image_difference
                 unchanged += int(is_unchanged)
-            except BadImageError as error:
+            except UnreadableError as error:
                 bad.append([images.name(i), str(error)])
             name = split.name(i).decode("utf-8", "surrogateescape")
             member = tarfile.TarInfo(f"{name}.npy" if level.raw else name)
@@ -291,7 +291,7 @@ def _describe(out: Path | Store) -> str:
 
 
 def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
-    """Return a file as it is packed at this level. Raises BadImageError if it cannot be decoded.
+    """Return a file as it is packed at this level. Raises UnreadableError if it cannot be decoded.
 
     The flag is True if these are the bytes of the source; the number is the mean absolute
     difference of the pixels to the source, of 255.
@@ -328,7 +328,7 @@ def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
         # five times as fast as torch.equal
         if all(np.array_equal(first.numpy(), second.numpy()) for first, second in pairs):
             return made
-    except BadImageError:
+    except UnreadableError:
         pass
     return data
 
