@@ -188,19 +188,6 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
         assert f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: Not a directory" in line
 
 
-def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
-    root = fill(
-        tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png"
-    )
-    index = open_index(root, HoldOut(), tmp_path, check_sizes=True)
-    assert open_index(root, HoldOut(), tmp_path, check_sizes=True).digest == index.digest
-    assert names(index.train) == [b"train/c\xff/\xfe.png", b"train/d/1 \n2.png"]
-    assert index.classes == ("c\\xff", "d")
-    images = source_from_index(root, index).train
-    assert [images.name(i) for i in range(2)] == ["train/c\\xff/\\xfe.png", "train/d/1 \\n2.png"]
-    assert all(decode(images.read(i)).shape == (3, 8, 8) for i in range(2))
-
-
 # --- layouts
 
 
@@ -333,12 +320,6 @@ def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
     ]
 
 
-def test_sums_of_a_read_only_folder_are_refused_before_the_check(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    result = quick("data", "check", str(small_disk), "--write-sums")
-    assert (result.code, f"{small_disk} is read-only" in result.error) == (2, True)
-
-
 def test_sums_name_no_file_that_is_not_an_image_of_the_folder(folder: Path) -> None:
     """Only their names are reported: whether a sum matches would tell what other files hold."""
     assert quick("data", "check", str(folder), "--write-sums").code == 0
@@ -415,22 +396,18 @@ def test_an_image_has_the_pixels_that_pillow_decodes(kind: str) -> None:
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
 
 
-def black_png(side: int) -> bytes:
-    """Return a PNG of one bit, compressed piece by piece to save memory."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    row = b"\0" + bytes((side + 7) // 8)
-    packer = zlib.compressobj(9)
-    packed = b"".join(packer.compress(row * 100) for _ in range(side // 100)) + packer.flush()
-    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+def png(height: int, width: int, bits: int, colour: int, rows: bytes) -> bytes:
+    """Return a PNG of a kind that Pillow does not write."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    made = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")):
+        made += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return made
 
 
 @pytest.mark.fault("E7")
 def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
-    bomb = black_png(21_000)
+    bomb = png(21_000, 21_000, 1, 0, bytes(21_000 * (1 + 21_000 // 8)))
     assert len(bomb) < 100_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UnreadableError, match="21000 × 21000 pixels"):

@@ -4,8 +4,6 @@ import hashlib
 import io
 import itertools
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch
 from harness import SMALL, quick
 from PIL import Image, ImageOps
 from streams import stream
+from test_data import png
 from torch import Tensor
 
 from pipeline.addons.datasets.images import Picture, decode
@@ -196,15 +195,9 @@ def tiff(values: Any, **tags: float) -> bytes:
 
 
 def colour_png(values: Any) -> bytes:
-    """Return a PNG of 16 bits in RGB, which Pillow does not write."""
+    """Return a PNG of 16 bits in RGB."""
     rows = b"".join(b"\0" + row.astype(">u2").repeat(3).tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    made = [
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(made)
+    return png(*values.shape, 16, 2, rows)
 
 
 @pytest.mark.parametrize(

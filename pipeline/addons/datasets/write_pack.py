@@ -204,7 +204,7 @@ def _make_shard(shard: Shard) -> None:
     assert source.index
     is_train = shard.split == "train"
     images, split = (source.train, source.index.train) if is_train else (source.val, source.index.val)
-    sizes, places, bad, unchanged, difference = [], [], [], 0, 0.0
+    sizes, places, bad, difference = [], [], [], 0.0
     with target.create(shard.name) as file:
         # a bad image keeps its place in the index, so that sample ids are those of the folder
         for i in range(shard.first, shard.last):
@@ -219,9 +219,8 @@ def _make_shard(shard: Shard) -> None:
                 places.append((shard.number, 0, 0))
                 continue
             try:
-                data, is_unchanged, image_difference = encode(data, level)
+                data, image_difference = encode(data, level)
                 difference += image_difference
-                unchanged += int(is_unchanged)
             except UnreadableError as error:
                 bad.append([images.name(i), str(error)])
             name = split.name(i).decode("utf-8", "surrogateescape")
@@ -237,7 +236,7 @@ def _make_shard(shard: Shard) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     metadata = {
         "name": shard.name, "images": shard.num_images, "bytes": total, "sha256": digest, "bad": bad,
-        "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
+        "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
     target.write(shard.metadata_name, json.dumps(metadata).encode())
 
@@ -270,7 +269,6 @@ def _write_index_and_summary(
     summary = {
         **request, "index": index.digest, "images": {"train": len(train), "val": len(val)},
         "source_bytes": _num_bytes(source), "bytes": _num_bytes(index),
-        "unchanged": sum(metadata["unchanged"] for metadata in made),
         "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
         "shards": [{key: shard[key] for key in ("name", "images", "bytes", "sha256")} for shard in made],
     }  # fmt: skip
@@ -290,11 +288,10 @@ def _describe(out: Path | Store) -> str:
     )
 
 
-def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
+def encode(data: bytes, level: Level) -> tuple[bytes, float]:
     """Return a file as it is packed at this level. Raises UnreadableError if it cannot be decoded.
 
-    The flag is True if these are the bytes of the source; the number is the mean absolute
-    difference of the pixels to the source, of 255.
+    The number is the mean absolute difference of the pixels to the source, of 255.
     """
     picture = Picture.open(data)
     pixels = picture.region(0, 0, picture.height, picture.width)
@@ -302,16 +299,15 @@ def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
     if level.raw:
         small = _downscale(pixels, level.raw / min(pixels.shape[1:]))
         np.save(buffer, small.permute(1, 2, 0).contiguous().numpy(), allow_pickle=False)
-        return buffer.getvalue(), False, _mean_difference(pixels, small)
+        return buffer.getvalue(), _mean_difference(pixels, small)
     if level.max_side and level.quality:
         small = _downscale(pixels, level.max_side / max(pixels.shape[1:]))
         Image.fromarray(small.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=level.quality)
         jpeg = buffer.getvalue()
         if len(jpeg) < len(data) or small is not pixels:  # else a loss of quality would save nothing
             made = _with_restarts(jpeg, decode(jpeg))
-            return made, False, _mean_difference(pixels, decode(made))
-    made = _with_restarts(data, pixels, picture.orientation)
-    return made, made is data, 0.0
+            return made, _mean_difference(pixels, decode(made))
+    return _with_restarts(data, pixels, picture.orientation), 0.0
 
 
 def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
