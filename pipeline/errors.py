@@ -6,11 +6,25 @@ Kubernetes can rely on them.
 """
 
 import difflib
+import errno
 from collections.abc import Sequence
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 OK = 0
 CRASH = 1
+_OUTAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+                  errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET,
+                  errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO, errno.ENODEV)  # fmt: skip
+"""Errors of a storage that is out of reach, in a read or a write."""
+
+
+class BadImage(NamedTuple):
+    """An image that cannot be decoded, for people."""
+
+    id: int
+    name: str
+    reason: str
 
 
 def one_line(text: object, length: int = 200) -> str:
@@ -111,3 +125,12 @@ def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
     kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
     return next((kind for kind in kinds if kind.code == code), RunError)
+
+
+def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
+    """Return the error of `what`, which is no image, if its storage is out of reach, else None."""
+    if error.errno not in _OUTAGE_ERRORS:
+        return None
+    return TemporaryError(
+        f"{what} is out of reach ({error.strerror})", "give the same command again once its storage is back"
+    )

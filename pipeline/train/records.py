@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.config.credentials import without_password
-from pipeline.data.access import BadImage
-from pipeline.errors import RunError
+from pipeline.errors import BadImage, RunError
 from pipeline.lazy import part
 from pipeline.plan import Plan
 from pipeline.record.checkpoint import CheckpointWriter
