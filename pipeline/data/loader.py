@@ -25,7 +25,6 @@ from pipeline.data.transfer import pin as pin_batch
 from pipeline.data.transfer import pinned
 from pipeline.data.workers import Allocate, WorkersDiedError, allocate, worker_batches
 from pipeline.errors import StorageError
-from pipeline.lazy import part
 from pipeline.plan import Plan, Resources
 from pipeline.streams import log
 
@@ -192,7 +191,6 @@ def batches(
             batch = maker[position]  # in this thread: augmenting seeds torch's default generator
             yield pin_batch(batch) if pin else batch
         return
-    part("picture")  # what opens images is imported before the fork, so that workers share it
     done, failures = 0, 0
     while done < len(positions):
         try:

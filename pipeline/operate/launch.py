@@ -72,6 +72,8 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
             part("open source")(config)  # makes the digits on each machine, unless they share a disk
         with freeze_imports():
             from pipeline.train.session import run_training
+
+            part("picture")  # imported before loader workers are forked, so that they share it
         return run_training(config, here, folder, prepare, stop)
     except RunError:
         if mirror and prepare:  # it is still open after an error before the first step
@@ -130,6 +132,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         from pipeline.operate.evaluate import run_evaluation
         from pipeline.record import checkpoint, checkpoint_files
 
+        part("picture")
     path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)
     trained, config = for_evaluation(contents["config"], str(path), overrides)
