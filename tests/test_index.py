@@ -32,7 +32,7 @@ memory = []
 for epoch in range(4):
     order = np.random.default_rng(epoch).permutation(len(images))
     for i in order[: int(sys.argv[2])].tolist():
-        images.name(i), images.label(i)
+        images.name(i), int(images.labels[i])
     memory.append(private_kib())
 print(*memory)
 """

@@ -45,7 +45,7 @@ def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, class
     count = add_hidden(root, os.path.dirname(classes[1]) or ".", *classes)
     index = scan(root, HoldOut(0.5))
     assert (index.digest, index.ignored) == (clean.digest, {"hidden or system": count})
-    assert names(scan_validation(root, ("cat", "dog"), HoldOut(0.5))) == names(clean.val)
+    assert names(scan_validation(root, ("cat", "dog"), HoldOut(0.5))[0]) == names(clean.val)
     for words in (
         ["data", "check", str(root), "--val-split=0.5"],
         ["plan", *PLAN, f"data.root={root}", "data.val_split=0.5"],
@@ -193,7 +193,7 @@ def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_
     index = scan(root, HoldOut())
     assert index.classes == (LATTE, "cat")
     assert index.val.labels.tolist() == [0, 1]
-    assert names(scan_validation(root, (LATTE_NFD, "cat"), None)) == names(index.val)
+    assert names(scan_validation(root, (LATTE_NFD, "cat"), None)[0]) == names(index.val)
     fill(root, "train/p\u0430ss/1.png", "val/pass/1.png")  # the first with a Cyrillic letter
     line = refused(lambda: scan(root, HoldOut()))
     assert "p\\u0430ss') in train/ only, pass in val/ only" in line

@@ -142,12 +142,12 @@ class TrainBatches(_Batches):
                 picture = patience.open(used)
                 # with the key of the bad sample: a replacement is cropped as that would have been
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
-                return self.images.label(used)
+                return int(self.images.labels[used])
             except UnreadableError as error:
                 defects.append(Defect(used, str(error)))
             used = self._order.replacement(key.epoch, key.sample, attempt)
         out.zero_()  # the defects are reported, and data.max_bad decides whether the run ends
-        return self.images.label(key.sample)
+        return int(self.images.labels[key.sample])
 
 
 class EvalBatches(_Batches):
@@ -169,7 +169,7 @@ class EvalBatches(_Batches):
             picture = patience.open(key.sample)
             pixels = picture.region(0, 0, picture.height, picture.width)
             out.copy_(center_crop(pixels, *evaluation_geometry(self.config.evaluate, self.config.augment)))
-            return self.images.label(key.sample)
+            return int(self.images.labels[key.sample])
         except UnreadableError as error:
             out.zero_()
             defects.append(Defect(key.sample, str(error)))

@@ -73,7 +73,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         with freeze_imports():
             from pipeline.train.session import run_training
 
-            part("picture")  # imported before loader workers are forked, so that they share it
+            part("picture")  # before loader workers are forked, and the receipt names the decoder
         return run_training(config, here, folder, prepare, stop)
     except RunError:
         if mirror and prepare:  # it is still open after an error before the first step

@@ -144,9 +144,6 @@ class SplitImages:
     def labels(self) -> NDArray[np.int32]:
         return self.split.labels
 
-    def label(self, i: int) -> int:
-        return int(self.split.labels[i])
-
     def size(self, i: int) -> int:
         """Return the size of image i in bytes, or `MISSING`; UnreadableError if it is too large."""
         size = int(self.split.sizes[i])

@@ -148,12 +148,12 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
 
 
 def scan_validation(
-    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None, ignored: Counter[str] | None = None
-) -> Split:
+    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None
+) -> tuple[Split, Counter[str]]:
     """Return the images to evaluate a model on, labelled as a model of `classes` counts.
 
     They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
-    may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
+    may be missing or empty. Returns also what is left out. Raises RequestError if a
     folder is not a class of the model, or if there is no image.
     """
     walk = Walk(root)
@@ -170,8 +170,6 @@ def scan_validation(
             for name, folder in folders.items()
             for file, size in walk.images(os.path.join(parent.encode(), folder))
         ]
-    if ignored is not None:
-        ignored.update(walk.ignored)
     if hold_out and not parent:
         chosen = hold_out.chosen((name, label) for name, _, label in entries)
         entries = [entry for entry in entries if entry[0] in chosen]
@@ -179,7 +177,7 @@ def scan_validation(
         raise RequestError(
             f"data.root={root} holds no image to evaluate the model on{left_out(walk.ignored)}"
         )
-    return Split.from_entries(entries)
+    return Split.from_entries(entries), walk.ignored
 
 
 def check_has_validation(index: Index, root: str | Path) -> None:

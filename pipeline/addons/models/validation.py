@@ -1,7 +1,6 @@
 """The images on which `pipeline evaluate` and `export` evaluate a checkpoint. No torch here."""
 
 import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -51,9 +50,8 @@ def open_validation(
     ensure_digits(config)
     has_val = (root / "val").is_dir()
     hold_out = None if has_val else _hold_out_of_folder(root, trained, contents)
-    ignored: Counter[str] = Counter()
     classes = tuple(contents["classes"])
-    images = scan_validation(root, classes, hold_out, ignored)
+    images, ignored = scan_validation(root, classes, hold_out)
     description = f"all {len(images):,} images of {root} (it is not the data of the training)"
     if has_val:
         description = f"the {len(images):,} images of {root}/val"
