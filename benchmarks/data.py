@@ -34,13 +34,14 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from pipeline.addons.datasets import write_pack as pack
+from pipeline.addons.datasets.names import is_image
+from pipeline.addons.datasets.sources import open_source
 from pipeline.cli.arguments import Parser, path
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import draw_crop
+from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.names import is_image
-from pipeline.data.sources import Source, open_source
 from pipeline.errors import RequestError, one_line
 from pipeline.model.normalise import MEAN, STD
 from pipeline.plan import Plan

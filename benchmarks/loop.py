@@ -32,12 +32,13 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline import randomness
+from pipeline.addons.datasets.sources import open_source
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
+from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import Source, open_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device, make_timer
 from pipeline.group import Group, start

@@ -19,6 +19,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_JSON_DEPTH = 100  # several times that of any file of ours
 
 
+def is_bucket(place: object) -> bool:
+    """Return True for s3://…, False for a path of this machine."""
+    return str(place).startswith("s3://")
+
+
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
     """Return the path of a hidden temporary file in the folder of `path`, to be renamed to `path`.
 

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.addons.datasets.resident import load_images
+from pipeline.addons.datasets.resident_images import load_images
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.synthetic import SyntheticImages
 from pipeline.config.load import load, recipe_names
 from pipeline.data import loader, transfer
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import open_source
 from pipeline.device import make_timer
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest

@@ -12,10 +12,10 @@ from harness import read_rows
 from torch.optim import SGD
 
 import pipeline.timing
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.ops.timing import CudaStepTimer, advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
-from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
 from pipeline.parallel import strategy
 from pipeline.planning import make_plan

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from harness import DONE, Job, save_checkpoint
 
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.synthetic import make_synthetic
 from pipeline.addons.ops.keys import all_keys
 from pipeline.cli.main import main, parse
 from pipeline.config.load import load
-from pipeline.data.sources import open_source
 from pipeline.model.architectures import build
 from pipeline.record.journal import Journal
 from pipeline.train import session

@@ -15,8 +15,7 @@ from pipeline import __version__, errors, streams, supervision, world
 from pipeline.cli.arguments import Parser, refuse_replaced
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
-from pipeline.data.access import storage_outage
-from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError, storage_outage
 from pipeline.guards import signals
 from pipeline.lazy import COMMANDS
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
 from pipeline.planning import divide_resources

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline import machine, portable, supervision, world
 from pipeline.config.load import MAX_YAML_BYTES, for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
-from pipeline.data import sources
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.files import read_limited
 from pipeline.guards.signals import EarlyStopError, StopRequest
@@ -70,9 +69,11 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
                 folder.hold()
             prepare = partial(_prepare, resumed, here, folder, source, plan, mirror)
         elif here.local_rank == 0 and config.data.source == "digits":
-            sources.open_source(config)  # makes the digits on each machine, unless they share a disk
+            part("open source")(config)  # makes the digits on each machine, unless they share a disk
         with freeze_imports():
             from pipeline.train.session import run_training
+
+            part("picture")  # before loader workers are forked, and the receipt names the decoder
         return run_training(config, here, folder, prepare, stop)
     except RunError:
         if mirror and prepare:  # it is still open after an error before the first step
@@ -88,7 +89,7 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     request.check_run_folder_is_writable(config, folder)
     request.check_previous_start_did_not_fail(config, here, folder)
     request.check_device(config, here)
-    source = request.open_data(config, folder)
+    source = part("open data")(config, folder)
     plan = make_plan(config, here, source.size)
     request.check_config_is_compatible(config, folder)
     return source, plan
@@ -131,6 +132,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         from pipeline.operate.evaluate import run_evaluation
         from pipeline.record import checkpoint, checkpoint_files
 
+        part("picture")
     path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)
     trained, config = for_evaluation(contents["config"], str(path), overrides)

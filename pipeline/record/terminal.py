@@ -5,7 +5,7 @@ import shutil
 import sys
 import time
 
-from pipeline.data.access import BadImage
+from pipeline.errors import BadImage
 from pipeline.streams import QUIET
 
 _LOG_EVERY_S = 10

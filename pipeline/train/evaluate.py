@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config.schema import Config
-from pipeline.data.access import BadImage
 from pipeline.data.augment import evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.interface import Images
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.transfer import to_device
+from pipeline.errors import BadImage
 from pipeline.group import Group
 from pipeline.lazy import part
 from pipeline.model.normalise import Normalise

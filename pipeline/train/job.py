@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog

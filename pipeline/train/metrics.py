@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.data.access import is_bucket
+from pipeline.files import is_bucket
 from pipeline.lazy import part
 from pipeline.plan import Plan
 from pipeline.timing import ENTRIES

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.config.credentials import without_password
-from pipeline.data.access import BadImage
-from pipeline.errors import RunError
+from pipeline.errors import BadImage, RunError
 from pipeline.lazy import part
 from pipeline.plan import Plan
 from pipeline.record.checkpoint import CheckpointWriter
@@ -249,15 +248,10 @@ def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]
 def _identity(job: Job) -> dict[str, Any]:
     config, source, index = job.config, job.source, job.source.index
     if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
-        config = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
-    split = None  # there is val/
-    if (
-        index is not None and index.is_split_by_hash
-    ):  # a digest of all names, and the rule that holds some out
-        rule = index.hold_out
-        split = {"names": index.names_digest(), "val_split": rule.share, "split_by": rule.by}
+        config = config.replacing("data", orientation="apply" if index.upright else "ignore")
     return {
-        "config": config.to_yaml(), "data": source.digest, "split": split,
+        "config": config.to_yaml(), "data": source.digest,
+        "split": index.split_rule() if index else None,
         "classes": list(source.classes), "world": job.plan.world,
     }  # fmt: skip
 

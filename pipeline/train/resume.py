@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError, count_of
 from pipeline.group import Group
 from pipeline.lazy import part

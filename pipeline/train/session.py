@@ -23,8 +23,8 @@ from pipeline import errors
 from pipeline import group as groups
 from pipeline.config.schema import Config
 from pipeline.data.batch import format_sample_ids
+from pipeline.data.interface import Source
 from pipeline.data.loader import LoaderError, TrainBatches, batches
-from pipeline.data.sources import Source
 from pipeline.data.transfer import to_device
 from pipeline.device import make_timer
 from pipeline.errors import RunError, TemporaryError

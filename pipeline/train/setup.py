@@ -10,8 +10,7 @@ from pipeline import group as groups
 from pipeline import randomness
 from pipeline.config.load import training_keys
 from pipeline.config.schema import Config
-from pipeline.data.index import Index
-from pipeline.data.sources import Source, open_source, sent_source
+from pipeline.data.interface import Source
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, RunError
 from pipeline.group import Group
@@ -67,9 +66,9 @@ def check_same_request(config: Config, group: Group) -> None:
 def broadcast_source(config: Config, group: Group, source: Source | None) -> Source:
     """Return a source with rank 0's index, in every process: file systems may list differently."""
     if config.data.source == "synthetic":
-        return source or open_source(config)
+        return source or part("open source")(config)
     data = group.broadcast_bytes(source.index.to_bytes() if source and source.index else None)
-    return source or sent_source(config, Index.from_bytes(data))
+    return source or part("received source")(config, data)
 
 
 def agree_on_plan(config: Config, group: Group, source: Source) -> Plan:

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipeline.addons.datasets.sources import data_size
 from pipeline.addons.deploy import node
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
 from pipeline.config.load import from_yaml, load, recipe_text
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
-from pipeline.data.sources import DIGITS_SIZE, open_source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import FULL, atomic_write, target_of
 from pipeline.planning import divide_batch, make_plan
@@ -201,7 +201,7 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
         divide_batch(config, world.size)
         check_model_exists(config, num_classes=1000)
         return
-    size = DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
+    size = data_size(config)
     plan = make_plan(config, world, size)
     check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
     if plan.prefetch_bytes > _bytes(_memory_of(request)):

@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.access import storage_outage
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, storage_outage
 from pipeline.files import target_of
 
 _MODEL_URI = re.escape(MODEL_URI_PREFIX) + r"[^/@]+([@/][^/@]+)?"

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 
 from pipeline import supervision
+from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
+from pipeline.addons.datasets.names import HIDDEN, is_hidden, is_image, why_ignored
+from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.index import MISSING, Split, describe_ignored
 from pipeline.data.loader import EvalBatches, batches
-from pipeline.data.names import HIDDEN, is_hidden, is_image, printable_name, why_ignored
-from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
-from pipeline.errors import NotFiniteError, RequestError, StorageError
+from pipeline.errors import NotFiniteError, RequestError, StorageError, printable_name
 from pipeline.model.trained import eval_model
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint, checkpoint_files

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline import errors, supervision
+from pipeline.addons.datasets.place import open_data
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.plan_table import table
@@ -24,7 +25,7 @@ from pipeline.addons.store import lease, restore
 from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.operate import request
 from pipeline.plan import Plan
@@ -111,9 +112,7 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     check("last start", lambda: request.check_previous_start_did_not_fail(config, here, run_folder))
     check("device", lambda: request.check_device(config, here))
     uncached = config.replacing("data", cache=None)  # a check must not write to it
-    source = check(
-        "data", lambda: request.open_data(uncached, run_folder), lambda found: found.size.describe()
-    )
+    source = check("data", lambda: open_data(uncached, run_folder), lambda found: found.size.describe())
     if mirror:
         check("mirror", lambda: lease.check_mirror(Store(mirror)))
     plan = resume = None
