@@ -27,12 +27,12 @@ from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError, RequestError
 from pipeline.group import Group
 from pipeline.guards.nonfinite import DeviceLossGuard
+from pipeline.launcher import this_world
 from pipeline.model.architectures import build, meta_model
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.supervision import this_world
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
 from pipeline.world import World

@@ -15,8 +15,8 @@ from pipeline.cli.main import main, parse
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
 from pipeline.model.architectures import build
+from pipeline.operate import start
 from pipeline.record.journal import Journal
-from pipeline.train import session
 
 SMALL = "model.arch=shufflenet_v2_x0_5 augment.size=32 batch.global=8 data.workers=0 schedule.warmup=0"
 PHOTOS = f"data.source=folder data.root=photos {SMALL}"
@@ -186,7 +186,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     monkeypatch.setattr("faulthandler.register", lambda *_: None)
-    monkeypatch.setattr(session, "join", lambda *_: pytest.fail("the training starts"))
+    monkeypatch.setattr(start, "join", lambda *_: pytest.fail("the training starts"))
     monkeypatch.setattr("pipeline.operate.launch.start_processes", lambda *_: in_this_process(words))
     while re.match(r"[A-Z_]+=", words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline import __version__, errors, streams, supervision, world
+from pipeline import __version__, errors, launcher, streams, supervision, world
 from pipeline.cli.arguments import Parser, refuse_replaced
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
@@ -66,14 +66,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] not in (["train"], ["evaluate"]):
-        world.forget_launcher()
+        launcher.forget_launcher()
     return execute(words, make_parser())
 
 
 def execute(words: Sequence[str], parser: Parser) -> int:
     """Run what `parser` finds in the words; return the exit code. Only rank 0 prints the result."""
     streams.tolerate_failures()
-    is_main, is_first_here = world.is_first("RANK"), world.is_first("LOCAL_RANK")
+    is_main, is_first_here = launcher.is_first("RANK"), launcher.is_first("LOCAL_RANK")
     try:
         options = parse(words, parser)
         result = options.run(options)

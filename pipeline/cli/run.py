@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 
-from pipeline import streams, supervision
+from pipeline import launcher, streams, supervision
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command
 from pipeline.guards.signals import StopRequest
@@ -51,7 +51,7 @@ def _train(options: argparse.Namespace) -> str | int:
     stop = StopRequest()
     stop.listen()
     if supervision.launch_id() is not None:
-        supervision.die_with_agent()
+        launcher.die_with_agent()
 
     from pipeline.operate import launch
 

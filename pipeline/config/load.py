@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from pipeline.config.conflicts import check_combinations
 from pipeline.config.credentials import show
-from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
+from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, nearest
 from pipeline.files import read_limited
@@ -28,6 +29,18 @@ MAX_YAML_BYTES = 1 << 16
 _AUTO = ("auto", "none", "null", "~")
 _BEFORE_0_3 = {"run.portable": "false", "data.split_by": "file", "data.orientation": "ignore"}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
+
+
+_MAY_CHANGE_ON_RESUME = (
+    "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache",
+    "data.cache_gib", "data.workers", "data.prefetch", "data.resident", "data.max_bad", "train.max_steps",
+    "train.epochs", "checkpoint", "profile", "track",
+)  # fmt: skip
+"""Keys, and sections with all their keys, that may differ between a run and its resumption.
+
+`data.root` may change because a digest of the data shows if it is the same data. `train.epochs` may
+only grow, see `refuse_changes`.
+"""
 
 
 def load(recipe: str, overrides: list[str]) -> Config:
@@ -50,7 +63,7 @@ def load(recipe: str, overrides: list[str]) -> Config:
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
             _set_earlier_defaults(tree, stated | _keys(_parse_yaml(saved, "")))
             config = _validate(tree)
-    config = config.with_changes(_changes(config, recipe_tree, overrides))
+    config._changes = _changes(config, recipe_tree, overrides)
     trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
         part("check tracking URI")("track.uri", config.track.uri)
@@ -257,12 +270,14 @@ def _set_earlier_defaults(tree: dict[str, Any], stated: set[str]) -> None:
 
 def _validate(tree: dict[str, Any]) -> Config:
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem, remedy = part("explain key")(errors[0])
         raise RequestError(problem + more, remedy) from None
+    check_combinations(config)
+    return config
 
 
 def _fixed_keys(config: Config) -> dict[str, Any]:
@@ -270,7 +285,7 @@ def _fixed_keys(config: Config) -> dict[str, Any]:
     keys = flatten(config) | {"run.portable": config.is_portable}
     if config.data.source == "pack":  # which keeps its orientation
         del keys["data.orientation"]
-    return {key: keys[key] for key in keys if not {key, key.partition(".")[0]} & {*MAY_CHANGE_ON_RESUME}}
+    return {key: keys[key] for key in keys if not {key, key.partition(".")[0]} & {*_MAY_CHANGE_ON_RESUME}}
 
 
 def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) -> str:

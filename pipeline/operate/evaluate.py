@@ -6,10 +6,10 @@ from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
+from pipeline.operate.start import broadcast_source, join
 from pipeline.planning import divide_resources
 from pipeline.record.terminal import make_terminal
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.setup import broadcast_source, join
 from pipeline.world import World
 
 

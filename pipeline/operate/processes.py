@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pipeline import errors, supervision
+from pipeline import errors, launcher
 from pipeline.errors import TemporaryError
 from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
 from pipeline.lazy import part
@@ -59,7 +59,7 @@ def start_processes(
             signals_to_handle="",  # it takes SIGHUP even if ignored, and kills ranks at a second signal
         )  # fmt: skip
         try:
-            with stop.raise_on_signal(supervision.signal_children):
+            with stop.raise_on_signal(launcher.signal_children):
                 elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
         except ChildFailedError as failure:
             return _exit_code(failure, advice)

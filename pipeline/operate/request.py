@@ -8,6 +8,7 @@ they are missing.
 
 import os
 import sys
+from dataclasses import dataclass
 
 from pipeline import machine
 from pipeline.config.load import from_yaml, refuse_changes
@@ -16,12 +17,33 @@ from pipeline.data import sources
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError
 from pipeline.lazy import part
-from pipeline.planning import request_digest
+from pipeline.plan import Plan
+from pipeline.planning import make_plan, request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.failure import load_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
 from pipeline.world import World
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that has passed all checks that need no torch."""
+
+    config: Config
+    source: Source
+    plan: Plan
+
+
+def check(config: Config, here: World, folder: RunFolder) -> Checked:
+    """Run every check of a request that needs no torch. Raises RunError if one fails."""
+    check_run_folder_is_writable(config, folder)
+    check_previous_start_did_not_fail(config, here, folder)
+    check_device(config, here)
+    source = open_data(config, folder)
+    plan = make_plan(config, here, source.size)
+    check_config_is_compatible(config, folder)
+    return Checked(config, source, plan)
 
 
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:

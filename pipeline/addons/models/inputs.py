@@ -4,11 +4,12 @@ import os
 import re
 from pathlib import Path
 
-from pipeline.config.schema import MODEL_URI_PREFIX
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError
 from pipeline.files import target_of
 
+MODEL_URI_PREFIX = "models:/"
+"""Prefix of a model's URI in MLflow's registry."""
 _MODEL_URI = re.escape(MODEL_URI_PREFIX) + r"[^/@]+([@/][^/@]+)?"
 _TARGET = "give a run's folder or a file step-….pt"
 
