@@ -1,4 +1,4 @@
-"""What a rank tells its torchrun agent, and how it ends frozen ranks of its machine."""
+"""A rank and its torchrun agent: what the rank tells it, and its peers that are frozen."""
 
 import json
 import os
