@@ -1,27 +1,28 @@
-"""The environment and the processes of a launcher: torchrun, or our own `--nproc`.
+"""The environment that a launcher sets: torchrun, or our own `--nproc`.
 
 Only `train` and `evaluate` read its variables: the shell of a job's pod may have them, too.
 """
 
 import os
 import re
-import sys
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
-from pipeline.errors import CRASH, RequestError
+from pipeline.errors import RequestError
 from pipeline.machine import available_cpus, has_gpu, missing_to_compile
-from pipeline.orphan import die_with_parent
-from pipeline.supervision import process_stat
 from pipeline.world import ALONE, VARIABLES, World, is_launched
 
 
-def this_world() -> World:
-    """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
+def this_world(nproc: int | None = None) -> World:
+    """Return this process's world. Raises RequestError if a launcher's variables are invalid.
+
+    nproc: that of --nproc, which no process of a launcher may have.
+    """
     alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing_to_compile())
     if not is_launched():
         return alone
+    if nproc is not None:
+        problem = f"--nproc {nproc} with RANK and WORLD_SIZE in the environment"
+        raise RequestError(problem, "give --nproc, or start with torchrun, not both")
     given = {name: os.environ.get(name, default) or "" for name, default in VARIABLES.items()}
     if all(text.isdecimal() for text in given.values()):
         rank, size, local_rank, local_size = map(int, given.values())
@@ -59,31 +60,3 @@ def forget_launcher() -> None:
     """Remove a launcher's variables from the environment of this process and of its children."""
     for name in VARIABLES:
         os.environ.pop(name, None)
-
-
-def signal_children(number: int) -> None:
-    """Send a signal to each child of this process."""
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError, IndexError):
-            if process_stat(int(pid))[1] == str(os.getpid()):
-                os.kill(int(pid), number)
-
-
-def die_with_agent() -> None:
-    """Have the kernel send SIGKILL to this rank when its torchrun agent ends.
-
-    The agent may have died before this call. If no ancestor is a Python or torchrun process (there
-    may be a script between a rank and its agent), our agent died, and the rank exits here.
-    """
-    die_with_parent(os.getppid())
-    ancestor = os.getppid()
-    if not ancestor:
-        return  # the parent is outside our PID namespace
-    try:
-        while ancestor and not re.search(rb"python|torchrun", Path(f"/proc/{ancestor}/cmdline").read_bytes()):
-            ancestor = int(process_stat(ancestor)[1])
-    except OSError:
-        return  # /proc does not show other processes
-    if not ancestor:
-        print("pipeline: the torchrun agent of this rank has died", file=sys.stderr, flush=True)
-        os._exit(CRASH)

@@ -11,8 +11,8 @@ import pytest
 from harness import environment, quick, save_checkpoint
 from place import SMALL, Place
 
+from pipeline.addons.deploy.restart import config_after_restart
 from pipeline.config.load import load
-from pipeline.operate.restart import config_after_restart
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder

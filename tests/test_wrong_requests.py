@@ -187,7 +187,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     monkeypatch.setattr("faulthandler.register", lambda *_: None)
     monkeypatch.setattr(start, "join", lambda *_: pytest.fail("the training starts"))
-    monkeypatch.setattr("pipeline.operate.launch.start_processes", lambda *_: in_this_process(words))
+    monkeypatch.setattr("pipeline.addons.deploy.processes.start_processes", lambda *_: in_this_process(words))
     while re.match(r"[A-Z_]+=", words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     words = [re.sub(r"_(epochs?)", r" \1", word) for word in words]

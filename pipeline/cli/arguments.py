@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias
 
 from pipeline.errors import RequestError, nearest
-from pipeline.lazy import part
 
 _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
 _KUSTOMIZE = "a kustomization adds it, see docs/kubernetes.md"
@@ -32,7 +31,6 @@ REPLACED: dict[str, str] = {
 A command's name may have two words.
 """
 
-TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 _KEYS_HELP = "'pipeline train --help' lists the keys"
 
 Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
@@ -116,16 +114,6 @@ def add_trust(parser: Parser) -> None:
     """Add the option that allows a function named by a checkpoint, receipt or registry to run."""
     help = "run this function of your own, which the model names as its model.arch"
     parser.add_argument("--trust", action="append", metavar="package.module:function", help=help)
-
-
-def add_best(parser: Parser) -> None:
-    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
-    parser.add_argument("--best", action="store_true", help=help)
-
-
-def target_of(options: argparse.Namespace) -> str:
-    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
-    return str(part("best checkpoint")(options.target) if options.best else options.target)
 
 
 def path_or_uri(text: str) -> str:

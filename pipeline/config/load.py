@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.conflicts import check_combinations
 from pipeline.config.credentials import show
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
@@ -48,8 +47,8 @@ def load(recipe: str, overrides: list[str]) -> Config:
 
     recipe: a name from `recipes/` or the path of a YAML file.
     """
-    path = _find(recipe)
-    recipe_tree = {"recipe": path.stem, **_parse_yaml(_read_text(path), str(path))}
+    path, text = read_recipe(recipe)
+    recipe_tree = {"recipe": path.stem, **parse_yaml(text, str(path))}
     tree = copy.deepcopy(recipe_tree)
     _apply(tree, overrides)
     _set_if_auto(tree, "run", "dir", f"runs/{tree['recipe']}")
@@ -61,7 +60,7 @@ def load(recipe: str, overrides: list[str]) -> Config:
             stated |= _keys(recipe_tree)
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
-            _set_earlier_defaults(tree, stated | _keys(_parse_yaml(saved, "")))
+            _set_earlier_defaults(tree, stated | _keys(parse_yaml(saved, "")))
             config = _validate(tree)
     config._changes = _changes(config, recipe_tree, overrides)
     trust(config.model.arch)
@@ -82,7 +81,7 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     origin: where the text comes from, for error messages. is_saved: False for a recipe, whose
     missing keys have today's defaults.
     """
-    tree = _parse_yaml(text, origin)
+    tree = parse_yaml(text, origin)
     if is_saved:
         _set_earlier_defaults(tree, _keys(tree))
     _apply(tree, overrides or [])
@@ -90,18 +89,6 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     if any(word.startswith("model.arch=") for word in overrides or []):
         trust(config.model.arch)
     return config
-
-
-def recipe_text(recipe: str) -> tuple[str, str]:
-    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it."""
-    path = _find(recipe)
-    text = _read_text(path)
-    tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
-    with suppress(RequestError):
-        named = f"recipe: {path.stem}\n{text}"  # keeps the comments; not valid above `---` or `{…}`
-        if _parse_yaml(named, "") == tree:
-            return path.stem, named
-    return tree["recipe"], yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def refuse_changes(before: Config, now: Config) -> None:
@@ -147,50 +134,22 @@ def flatten(config: Config) -> dict[str, Any]:
     return flat
 
 
-def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
-    """Return the configuration in the checkpoint `path`, and the same with overrides on top.
-
-    Another data.source takes no data.root and no data.cache from the training. Raises RequestError
-    if the overrides change the model.
-    """
-    trained = from_yaml(text, path)
-    sources = [word for word in overrides if word.startswith("data.source=")]
-    if sources and sources[-1] != f"data.source={trained.data.source}":
-        overrides = ["data.root=auto", "data.cache=none", *overrides]
-    now = from_yaml(text, path, overrides)
-    before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
-    changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
-    if changed:
-        problem = f"{', '.join(changed)} cannot be set, because {path} fixes the model"
-        raise RequestError(problem, "leave model.* out")
-    return trained, now
-
-
 def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def _find(recipe: str) -> Path:
-    names = recipe_names()
+def read_recipe(recipe: str) -> tuple[Path, str]:
+    """Return the path and the text of a recipe."""
+    path, names = Path(recipe), recipe_names()
+    remedy = f"give the path of a .yaml file, or one of {', '.join(names)}{nearest(path.stem, names)}"
     if recipe in names:
-        return RECIPES / f"{recipe}.yaml"
-    path = Path(recipe)
-    if path.suffix.lower() in (".yaml", ".yml") or "/" in recipe:
-        return path
-    raise RequestError(f"recipe '{show(recipe)}' is unknown", _give_a_recipe(recipe))
-
-
-def _give_a_recipe(name: str) -> str:
-    names = recipe_names()
-    return f"give the path of a .yaml file, or one of {', '.join(names)}{nearest(name, names)}"
-
-
-def _read_text(path: Path) -> str:
+        path = RECIPES / f"{recipe}.yaml"
+    elif path.suffix.lower() not in (".yaml", ".yml") and "/" not in recipe:
+        raise RequestError(f"recipe '{show(recipe)}' is unknown", remedy)
     try:
-        return read_limited(path, MAX_YAML_BYTES).decode()
+        return path, read_limited(path, MAX_YAML_BYTES).decode()
     except OSError as error:
-        problem = f"recipe {path} cannot be read: {error.strerror}"
-        raise RequestError(problem, _give_a_recipe(path.stem)) from None
+        raise RequestError(f"recipe {path} cannot be read: {error.strerror}", remedy) from None
     except ValueError:
         raise RequestError(f"recipe {path} is not UTF-8 text of up to 64 KiB", "give a YAML file") from None
 
@@ -222,7 +181,8 @@ class _StringLoader(NoAliases, yaml.BaseLoader):
 _YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError)
 
 
-def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
+def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """Return the tree of a recipe, whose scalars are strings. origin: where the text comes from."""
     try:
         tree = yaml.load(text, _StringLoader)
     except _YAML_ERRORS as error:
@@ -276,7 +236,7 @@ def _validate(tree: dict[str, Any]) -> Config:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem, remedy = part("explain key")(errors[0])
         raise RequestError(problem + more, remedy) from None
-    check_combinations(config)
+    part("check combinations")(config)
     return config
 
 

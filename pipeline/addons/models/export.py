@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pipeline.addons.models.exported_model import ExportedModel
+from pipeline.addons.models.inputs import for_evaluation
 from pipeline.addons.models.validation import open_validation
-from pipeline.config.load import for_evaluation
 from pipeline.config.schema import Config
 from pipeline.data.augment import evaluation_geometry
 from pipeline.data.interface import OutageError

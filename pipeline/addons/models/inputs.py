@@ -4,6 +4,9 @@ import os
 import re
 from pathlib import Path
 
+from pipeline.config.credentials import show
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError
 from pipeline.files import target_of
@@ -59,3 +62,22 @@ def check_output(file: Path | None) -> None:
     except OSError as error:
         problem = f"--out {file} cannot be written: {error.strerror}"
         raise RequestError(problem, "give the name of a new file") from None
+
+
+def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
+    """Return the configuration in the checkpoint `path`, and the same with overrides on top.
+
+    Another data.source takes no data.root and no data.cache from the training. Raises RequestError
+    if the overrides change the model.
+    """
+    trained = from_yaml(text, path)
+    sources = [word for word in overrides if word.startswith("data.source=")]
+    if sources and sources[-1] != f"data.source={trained.data.source}":
+        overrides = ["data.root=auto", "data.cache=none", *overrides]
+    now = from_yaml(text, path, overrides)
+    before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
+    changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
+    if changed:
+        problem = f"{', '.join(changed)} cannot be set, because {path} fixes the model"
+        raise RequestError(problem, "leave model.* out")
+    return trained, now
