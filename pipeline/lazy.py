@@ -69,6 +69,7 @@ PARTS = {
     "check tracker's database": "pipeline.addons.mlflow.tracker:check_database_is_writable",
     "check combinations": "pipeline.addons.ops.conflicts:check_combinations",
     "start processes": "pipeline.addons.deploy.processes:start_processes",
+    "refuse what 0.2 had": "pipeline.addons.ops.replaced:refuse_replaced",
     "die with agent": "pipeline.addons.deploy.processes:die_with_agent",
     "config after restart": "pipeline.addons.deploy.restart:config_after_restart",
     "lock": "pipeline.addons.deploy.takeover:RefreshedLock",

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipeline import __version__, errors, launcher, streams, supervision, world
-from pipeline.cli.arguments import Parser, refuse_replaced
+from pipeline.cli.arguments import Parser
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.guards import signals
-from pipeline.lazy import COMMANDS
+from pipeline.lazy import COMMANDS, part
 
 _DESCRIPTION = """\
 Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it:
@@ -138,8 +138,8 @@ def parse(words: Sequence[str], parser: Parser | None = None) -> argparse.Namesp
         import argcomplete
 
         argcomplete.autocomplete(parser, always_complete_options=False)
-    for length in (1, 2):
-        refuse_replaced(" ".join(words[:length]))
+    if words:
+        part("refuse what 0.2 had")(words[0])
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.addons.models.inputs import target_of
 from pipeline.data.access import open_regular
 from pipeline.data.index import Index
 from pipeline.data.names import is_image, normal_path, printable_name
 from pipeline.errors import RequestError, StorageError
-from pipeline.files import atomic_write, target_of
+from pipeline.files import atomic_write
 
 SUMS = "SHA256SUMS"
 

@@ -20,13 +20,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.addons.deploy import node
 from pipeline.addons.deploy.options import RenderOptions
+from pipeline.addons.models.inputs import target_of
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
 from pipeline.config.load import from_yaml, load, parse_yaml, read_recipe
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
 from pipeline.data.sources import DIGITS_SIZE, open_source
 from pipeline.errors import RequestError, StorageError
-from pipeline.files import FULL, atomic_write, target_of
+from pipeline.files import FULL, atomic_write
 from pipeline.planning import divide_batch, make_plan
 from pipeline.world import World
 

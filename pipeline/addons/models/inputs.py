@@ -1,7 +1,10 @@
 """Checks of what a command reads and writes, before it imports torch."""
 
+import errno
 import os
 import re
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config.credentials import show
@@ -9,7 +12,6 @@ from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError
-from pipeline.files import target_of
 
 MODEL_URI_PREFIX = "models:/"
 """Prefix of a model's URI in MLflow's registry."""
@@ -81,3 +83,14 @@ def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, 
         problem = f"{', '.join(changed)} cannot be set, because {path} fixes the model"
         raise RequestError(problem, "leave model.* out")
     return trained, now
+
+
+def target_of(path: Path) -> Path:
+    """Return the file that replaces what a user named: `path`, or the target of a link there.
+
+    Raises OSError for a device, a named pipe and so on, which are there to be written to.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return Path(os.path.realpath(path))
