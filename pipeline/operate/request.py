@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from pipeline import machine
-from pipeline.config.load import from_yaml, refuse_changes
+from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
@@ -108,8 +108,8 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     """Check that no key that a resumed run must keep has changed."""
     if folder.has_checkpoints() and config.run.resume == "auto":
         before = previous_config(folder)
-        if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
-            refuse_changes(before, config)
+        if before:  # otherwise `operate.resume.find` compares with the configuration in the checkpoint
+            part("refuse changes")(before, config)
 
 
 def previous_config(folder: RunFolder) -> Config | None:

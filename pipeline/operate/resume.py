@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.load import from_yaml, refuse_changes
+from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError
@@ -76,7 +76,7 @@ def find(
         return None
     path, data = verified
     contents = decode_state(data, path)  # weights_only: a file never executes
-    refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
+    part("refuse changes")(from_yaml(contents["config"], "the checkpoint's configuration"), config)
     if contents["data"] != source.digest:
         changed = part("data change")(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from pipeline import randomness
-from pipeline.config.load import training_keys
 from pipeline.config.schema import Config
 from pipeline.data.index import Index
 from pipeline.data.sources import Source, open_source, sent_source
@@ -162,7 +161,7 @@ def form_group(config: Config, world: World, device: torch.device) -> Group:
 
 def check_same_request(config: Config, group: Group) -> None:
     """Raise RequestError, in all processes, if one has another request than rank 0."""
-    requests = group.all_gather({key: str(value) for key, value in training_keys(config).items()})
+    requests = group.all_gather({key: str(value) for key, value in part("training keys")(config).items()})
     for rank, request in enumerate(requests):
         stated = [f"{key}={value}" for key, value in requests[0].items() if request.get(key) != value]
         if stated:
