@@ -262,9 +262,3 @@ def test_a_failed_compilation_is_repeated_by_the_next_start(place: Place) -> Non
         code, err = command(*words)
         assert (code, "cannot be compiled" in err, "creating" in err) == (2, True, False), "it fails at once"
     assert place.train(*words, "train.compile=off")[0] == 0
-
-
-def test_commands_that_replace_lost_nodes_refuse_every_run_resume_but_auto(place: Place) -> None:
-    for command in (("k8s", "render", "digits"), ("rehearse", "digits", "--nodes", "2")):
-        result = quick(*command, "run.resume=never", cwd=place.path)
-        assert (result.code, "run.resume=never is for one start" in result.err) == (2, True), result.err

@@ -52,6 +52,9 @@ train digits run.dir=a%41b/run | a%41b/mlflow.db
 train digits model.arch=resnet19 | resnet18
 train digits model.init=nosuch | model.init=nosuch
 train digits model.init=models:/x | runs/mlflow.db
+train digits model.init=models:/nowhere@best | models:/nowhere@best
+train digits run.dir=s3://bucket/x | run.dir=s3://bucket/x
+train digits data.source=synthetic data.num_images=8 | batch.global
 train digits model.freeze=backbone | model.init
 train digits track.uri=htp://foo | track.uri=htp://foo
 train digits track.uri=sqlite:///a?b/ml.db | track.uri=sqlite:///a?b/ml.db
@@ -103,6 +106,7 @@ data check differ --json | c in val/ only
 rehearse digits --nodes 2 --kill 9@3 | --nodes 2
 rehearse digits --nodes 2 run.resume=never | run.resume=never
 k8s render --nodes=7 | 91 or 98
+k8s render digits run.resume=never | run.resume=never
 k8s render --namespace=a.b | --namespace
 k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
 k8s render --cpu --gpus 2 | --cpu
@@ -223,6 +227,9 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert line.startswith("pipeline: ")
     assert named in line
     assert not captured.out
+    if request_.startswith("train digits"):  # `doctor` refuses it, too, as the preflight of a node
+        monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
+        assert main(["doctor", *({"--nproc": "--world"}.get(word, word) for word in words[1:])]) == code
     assert not findings or words[0] == "doctor", "one line only"
     assert paths(folder) == before
     for thread in set(threading.enumerate()) - running:
