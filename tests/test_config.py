@@ -230,13 +230,6 @@ def test_two_hundred_malformed_configurations_give_two_hundred_lines(
 Mutation = tuple[str | bytes, list[str]]
 
 
-def mutate_key(rng: random.Random) -> Mutation:
-    keys = [line.split(":")[0] for line in DIGITS.splitlines() if ":" in line and not line.startswith("#")]
-    key = rng.choice(keys)
-    at = rng.randrange(len(key.strip())) + len(key) - len(key.strip())
-    return DIGITS.replace(f"{key}:", f"{key[:at]}{rng.choice(ODD)}{key[at:]}:", 1), []
-
-
 def mutate_value(rng: random.Random) -> Mutation:
     return DIGITS, [f"{rng.choice(list(all_keys()))}={rng.choice(ODD)}"]
 
@@ -264,7 +257,7 @@ def mutate_bytes(rng: random.Random) -> Mutation:
     return rng.randbytes(rng.randint(1, 200)), []
 
 
-MUTATIONS = (mutate_key, mutate_value, mutate_type, mutate_text, mutate_bytes)
+MUTATIONS = (mutate_value, mutate_type, mutate_text, mutate_bytes)
 ODD = (
     "[", "]", "{", "}", "{a: b}", '"', "'", "\t", "\n", ": ", "- ", "? ", "&a ", "*a",
     "!!python/object:os.system ", "%YAML 9", "---", "...", "|", ">", "\0", "\x1b[31m", "\x85", "\u2028",

@@ -86,6 +86,9 @@ plan digits --world=7 | 91 or 98
 plan digits --world 4 --nodes 2 batch.global=6 | 4 or 8
 doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
+evaluate models:/digits@best --best | --best
+evaluate runs/done/checkpoints/none.pt --best | --best
+export photos --best --to onnx | photos
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
 predict runs/done photos nosuch.jpg | nosuch.jpg
 predict runs/done photos --sheet out.png | --sheet
@@ -122,7 +125,10 @@ MLFLOW_TRACKING_URI=sqlite:///a%41b.db train digits | MLFLOW_TRACKING_URI=sqlite
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE=x
 RANK=8 WORLD_SIZE=8 train digits | RANK=8
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 train digits | LOCAL_RANK=2
-RANK=0 WORLD_SIZE=2 train digits | no address of rank 0
+RANK=0 WORLD_SIZE=2 train digits | INIT_METHOD
+RANK=1 WORLD_SIZE=2 INIT_METHOD=127.0.0.1:29500 train digits | INIT_METHOD=127.0.0.1:29500
+RANK=1 WORLD_SIZE=2 INIT_METHOD=tcp://localhost:99999 train digits | INIT_METHOD=tcp://localhost:99999
+RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=65536 train digits | MASTER_PORT=65536
 WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK=
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 train digits --nproc 2 | --nproc 2
 PET_NNODES=0 doctor digits | PET_NNODES='0'
