@@ -217,7 +217,7 @@ def test_modules_that_check_a_request_do_not_import_torch() -> None:
                "operate.launch", "addons.report.figures", "addons.report.page", "addons.report.summary",
                "addons.report.commands", "addons.deploy.recovery", "__main__", "addons.store.mirror",
                "addons.store.remote", "addons.datasets.pack", "addons.datasets.synthetic",
-               "addons.datasets.place", "addons.models.inputs", "addons.mlflow.uri",
+               "addons.datasets.place", "addons.models.inputs", "addons.models.evaluate", "addons.mlflow.uri",
                "addons.mlflow.tracker")  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = (

@@ -144,7 +144,7 @@ data check LONG
 data make digits LONG
 data get imagenette LONG
 data import imagenet LONG out
-data pack LONG out
+data pack LONG out --level raw=64
 evaluate LONG/run
 predict LONG a.png
 export LONG --to torch.export

@@ -7,7 +7,6 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 `pipeline.planning` checks everything that depends on the machine or on the data.
 """
 
-import copy
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -36,24 +35,20 @@ def load(recipe: str, overrides: list[str]) -> Config:
     recipe: a name from `recipes/` or the path of a YAML file.
     """
     path, text = read_recipe(recipe)
-    recipe_tree = {"recipe": path.stem, **parse_yaml(text, str(path))}
-    tree = copy.deepcopy(recipe_tree)
+    tree = {"recipe": path.stem, **parse_yaml(text, str(path))}
+    stated = {word.partition("=")[0] for word in overrides}
+    if path.parent != RECIPES:  # a recipe of this package may have gained keys since an earlier start
+        stated |= _keys(tree)
     _apply(tree, overrides)
     _set_if_auto(tree, "run", "dir", f"runs/{tree['recipe']}")
     _set_if_auto(tree, "track", "experiment", os.environ.get("MLFLOW_EXPERIMENT_NAME"))
     config = _validate(tree)
     if config.run.resume == "auto":
-        stated = {word.partition("=")[0] for word in overrides}
-        if path.parent != RECIPES:  # a recipe of this package may have gained keys since
-            stated |= _keys(recipe_tree)
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
             _set_earlier_defaults(tree, stated | _keys(parse_yaml(saved, "")))
             config = _validate(tree)
-    recipe_config = None
-    with suppress(RequestError):  # a recipe may be valid with its overrides only
-        recipe_config = _validate(recipe_tree)
-    config._changes = part("changes to recipe")(config, recipe_config, overrides)
+    config._changes = part("changes to recipe")(config, overrides)
     trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
         part("check tracking URI")("track.uri", config.track.uri)

@@ -41,10 +41,7 @@ class Config(sections.Section):
 
     @property
     def changes(self) -> str:
-        """The changes of the command line to the recipe's training, as "key=value key=value".
-
-        `load` knows them; no file keeps them.
-        """
+        """The training's keys that the command line states, as "key=value key=value"."""
         return self._changes
 
     def replacing(self, section: str, **values: object) -> Self:

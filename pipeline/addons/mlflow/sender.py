@@ -23,7 +23,7 @@ from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError
 from pipeline.record.folder import RunFolder
-from pipeline.supervision import process_stat
+from pipeline.supervision import cpu_seconds
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Listener, Start
 
@@ -99,8 +99,7 @@ class Sender:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the process has used."""
-        user, system = process_stat(self._process.pid)[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self._process.pid)
 
     def close(
         self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None

@@ -6,15 +6,12 @@ torch is imported in functions, once the request is checked.
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from pipeline import machine, portable
 from pipeline.addons.deploy.processes import start_processes
 from pipeline.addons.models.inputs import check_target, for_evaluation
 from pipeline.addons.models.validation import open_validation
 from pipeline.config.load import MAX_YAML_BYTES, from_yaml
-from pipeline.config.schema import Config
-from pipeline.data.sources import Source
 from pipeline.errors import RequestError
 from pipeline.files import read_limited
 from pipeline.guards.signals import StopRequest
@@ -23,7 +20,6 @@ from pipeline.lazy import freeze_imports
 from pipeline.planning import divide_resources
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import make_terminal
-from pipeline.world import World
 
 
 def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
@@ -41,8 +37,11 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         portable.prepare(from_yaml(text, str(folder.config), overrides), here)
 
     with freeze_imports():
-        import pipeline.operate.start  # noqa: F401
+        from pipeline.model.trained import eval_model, eval_weights
+        from pipeline.model.weights import weights_digest
+        from pipeline.operate.start import broadcast_source, join
         from pipeline.record import checkpoint, checkpoint_files
+        from pipeline.train.evaluate import Evaluator
 
     path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)
@@ -53,21 +52,11 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
             raise machine.no_gpu_error()
         source, description = open_validation(config, contents, trained, overrides)
         print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
-    return _evaluate(config, here, contents, source)
-
-
-def _evaluate(config: Config, world: World, contents: dict[str, Any], source: Source | None) -> str:
-    """Validate a checkpoint's contents as one process of `world`, and return the result line."""
-    from pipeline.model.trained import eval_model, eval_weights
-    from pipeline.model.weights import weights_digest
-    from pipeline.operate.start import broadcast_source, join
-    from pipeline.train.evaluate import Evaluator
-
-    terminal = make_terminal(is_main=world.is_main)
-    group = join(config, world)
+    terminal = make_terminal(is_main=here.is_main)
+    group = join(config, here)
     source = broadcast_source(config, group, source)
     model = eval_model(contents, config.model).to(group.device)
-    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
+    evaluator = Evaluator(model, source.val, config, divide_resources(config, here), group)
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
     terminal.log_bad_images(result.bad_images)

@@ -68,12 +68,8 @@ def _fixed_keys(config: Config) -> dict[str, Any]:
     return {key: keys[key] for key in keys if not {key, key.partition(".")[0]} & {*_MAY_CHANGE_ON_RESUME}}
 
 
-def changes_to_recipe(config: Config, recipe: Config | None, overrides: list[str]) -> str:
-    """Return what the overrides change in the recipe's training, as "key=value key=value".
-
-    recipe: its configuration, if it is valid without the overrides.
-    """
-    before, now = flatten(recipe) if recipe else {}, flatten(config)
-    may_matter = {*_fixed_keys(config), "train.epochs", "train.max_steps"}
+def changes_to_recipe(config: Config, overrides: list[str]) -> str:
+    """Return the overrides of what training follows from, as "key=value key=value"."""
+    now, may_matter = flatten(config), {*_fixed_keys(config), "train.epochs", "train.max_steps"}
     given = dict.fromkeys(".".join(word.partition("=")[0].split(".")[:2]) for word in overrides)
-    return " ".join(f"{key}={now[key]}" for key in given if key in may_matter and now[key] != before.get(key))
+    return " ".join(f"{key}={now[key]}" for key in given if key in may_matter)
