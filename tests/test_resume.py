@@ -1,20 +1,17 @@
 """A resume needs no pretrained weights, moves between folders, and keeps the best model."""
 
-import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from harness import environment, quick, save_checkpoint
 from place import SMALL, Place
 
 from pipeline.addons.deploy.restart import config_after_restart
-from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import step_of
@@ -190,38 +187,12 @@ def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
         assert (code, "its part 'totals' is missing or damaged" in err) == (4, True), err
 
 
-def test_storage_that_cannot_be_read_for_a_while_is_no_damage(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert place.train("run.dir=runs/done", "train.max_steps=2")[0] == 0
-    before, words = place.checkpoints(), ("run.dir=runs/done", "train.max_steps=3")
-    read_bytes = Path.read_bytes
-
-    def fail(path: Path) -> bytes:
-        if path.name == before[-1].name:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read_bytes(path)
-
-    with monkeypatch.context() as patch:
-        patch.chdir(place.path)
-        patch.setattr(Path, "read_bytes", fail)
-        patch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
-        patch.setattr("faulthandler.register", lambda *_: None)
-        assert main(["train", "digits", *SMALL, *words]) == 75
-    assert f"{before[-1].name} is out of reach" in capsys.readouterr().err
-    assert place.checkpoints() == before
-    assert not list((place.path / "runs/done").glob("before-*"))
-    assert place.train(*words)[0] == 0
-    assert place.events("done", "started")[-1]["step"] == 2
-
-
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signal: bool) -> None:
     """Make reading hang, as on dead storage: a signal stops the run, or else the watchdog."""
     program = f"""\
 import sys, time
 from pipeline.record import checkpoint_files
-from pipeline.cli.main import main
 checkpoint_files.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))
 """
