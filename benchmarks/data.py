@@ -43,10 +43,10 @@ from pipeline.data.augment import draw_crop
 from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.errors import RequestError, one_line
+from pipeline.launcher import this_world
 from pipeline.model.normalise import MEAN, STD
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
-from pipeline.supervision import this_world
 
 # Pillow would start Ghostscript for a file that says it is EPS
 EpsImagePlugin.gs_binary = False

@@ -6,10 +6,9 @@ import json
 import os
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +61,6 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool 
     """
     with replacing(path, shared=shared) as temporary:
         write_synced(temporary, data) if durable else temporary.write_bytes(data)
-
-
-def target_of(path: Path) -> Path:
-    """Return the file that replaces what a user named: `path`, or the target of a link there.
-
-    Raises OSError for a device, a named pipe and so on, which are there to be written to.
-    """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return Path(os.path.realpath(path))
 
 
 def sync_folder(folder: Path) -> None:

@@ -37,7 +37,7 @@ from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.train import loop, setup
+from pipeline.train import loop, session
 from pipeline.train.job import Job, Process
 from pipeline.train.loop import Trainer
 from pipeline.train.records import Records
@@ -140,7 +140,7 @@ def run(case: Case, result: Result) -> None:
         watchdog = Watchdog(300, Path(os.devnull), 0, stop)
         process = Process(FakeGroup(world, device), NullTerminal(), make_timer(device), watchdog, stop)
         job = Job(config, plan, source, RunFolder(config.run_dir))
-        job, state = setup.build_state(job, process, None, is_resumed=config.model.init is not None)
+        job, state = session.build_state(job, process, None, is_resumed=config.model.init is not None)
         plan = job.plan
         trainer = Trainer(job, process, state, Records())
         data = TrainBatches(source.train, config, plan, rank=0)

@@ -7,17 +7,40 @@ checked while the others train. None changes anything.
 
 import os
 import sys
+from dataclasses import dataclass
 
 from pipeline import machine
-from pipeline.config.load import from_yaml, refuse_changes
+from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError
 from pipeline.lazy import part
-from pipeline.planning import request_digest
+from pipeline.plan import Plan
+from pipeline.planning import make_plan, request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.failure import load_failure
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that has passed all checks that need no torch."""
+
+    config: Config
+    source: Source
+    plan: Plan
+
+
+def check(config: Config, here: World, folder: RunFolder) -> Checked:
+    """Run every check of a request that needs no torch. Raises RunError if one fails."""
+    check_run_folder_is_writable(config, folder)
+    check_previous_start_did_not_fail(config, here, folder)
+    check_device(config, here)
+    source: Source = part("open data")(config, folder)
+    plan = make_plan(config, here, source.size)
+    check_config_is_compatible(config, folder)
+    return Checked(config, source, plan)
 
 
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
@@ -65,8 +88,8 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     """Check that no key that a resumed run must keep has changed."""
     if folder.has_checkpoints() and config.run.resume == "auto":
         before = previous_config(folder)
-        if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
-            refuse_changes(before, config)
+        if before:  # otherwise `operate.resume.find` compares with the configuration in the checkpoint
+            part("refuse changes")(before, config)
 
 
 def previous_config(folder: RunFolder) -> Config | None:

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.config.interface import Settings
+from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 
 
-def check_optimizer_exists(config: Settings) -> None:
+def check_optimizer_exists(config: Config) -> None:
     """Raise RequestError if the optimizer's library is not installed, or is too old."""
     if config.optimizer.name in ("lamb", "muon"):
         _timm(config.optimizer.name.capitalize())
 
 
-def make_optimizer(model: nn.Module, config: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return the optimizer. The learning rate is set before each update, from the plan."""
     options = config.optimizer
     groups = parameter_groups(model, options.weight_decay)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline import errors, supervision
+from pipeline import errors, launcher
 from pipeline.addons.datasets.place import open_data
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
@@ -50,7 +50,7 @@ def examine(
     """
     nodes = num_nodes or _nodes_from_environment()
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
-    here = supervision.this_world().resized(processes, nodes)
+    here = launcher.this_world().resized(processes, nodes)
     findings = Findings(is_quiet=as_json)
     config = findings.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
@@ -172,7 +172,7 @@ def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, sour
     request.check_config_is_compatible(config, run_folder)
     if run_folder.lock.is_held():
         return "config is compatible with the run in training now"
-    from pipeline.train.resume import find  # imports torch
+    from pipeline.operate.resume import find  # imports torch
 
     place = str(folder.path)
     if run_folder is not folder:  # a start restores it, and then resumes from the folder
