@@ -16,7 +16,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, count_of
 from pipeline.lazy import part
 from pipeline.plan import BatchSizes, DataSize, ImageSizes, Plan, Resources, Schedule
-from pipeline.portable import portability
 from pipeline.world import World
 
 
@@ -26,7 +25,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     schedule = _schedule(config, data, passes=world.size * batch.accumulate)
     images = _image_sizes(config, schedule)
     compiles, compile_reason = _compilation(config, world)
-    is_portable, portable_reason = portability(config, world)
+    is_portable, portable_reason = part("portability")(config, world)
     plan = Plan(
         **vars(divide_resources(config, world)),
         **vars(batch),

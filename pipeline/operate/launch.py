@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import machine, portable, supervision, world
+from pipeline import machine, supervision, world
 from pipeline.config.load import MAX_YAML_BYTES, for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
 from pipeline.data import sources
@@ -62,7 +62,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
             config = load(recipe, overrides)  # the run that it restored may be of an earlier version
     prepare: Callable[[], Prepared] | None = None
     try:
-        portable.prepare(config, here)
+        part("set what portable runs need")(config, here)
         if here.is_main:
             resumed = restart.config_after_restart(config)
             source, plan = check_request(resumed, here, folder)
@@ -125,7 +125,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     folder = RunFolder(Path(target) if Path(target).is_dir() else Path(target).parent.parent)
     with suppress(OSError, ValueError, RequestError):
         text = read_limited(folder.config, MAX_YAML_BYTES).decode()
-        portable.prepare(from_yaml(text, str(folder.config), overrides), here)
+        part("set what portable runs need")(from_yaml(text, str(folder.config), overrides), here)
 
     with freeze_imports():
         from pipeline.operate.evaluate import run_evaluation

@@ -24,7 +24,6 @@ from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 from pipeline.planning import divide_resources, make_plan
-from pipeline.portable import portability, use_exact_roots
 from pipeline.record.checkpoint import copy_to_host
 from pipeline.record.terminal import make_terminal
 from pipeline.supervision import launch_id
@@ -36,8 +35,8 @@ from pipeline.world import World
 
 def join(config: Config, world: World) -> Group:
     """Configure torch, choose the device and join the process group."""
-    if portability(config, world)[0]:
-        use_exact_roots()
+    if part("portability")(config, world)[0]:
+        part("exact roots")()
     randomness.configure_torch(
         deterministic=_is_deterministic(config, on_gpu=world.uses_gpu(config.run.device)),
         # NCCL's order is fixed for run.deterministic alone: sums of integers need none
