@@ -109,6 +109,14 @@ def _children(parent: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return parent.values() if isinstance(parent, dict) else parent
 
 
+def has_name(descriptor: int, path: Path) -> bool:
+    """Return True if `path` is the name of the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:
     """Lock an open file; return False if another process holds the lock until the timeout.
 

@@ -68,7 +68,7 @@ PARTS = {
     "explain key": "pipeline.addons.ops.keys:explain",
     "check model": "pipeline.addons.ops.model:check_model_builds",
     "check tracker's database": "pipeline.addons.mlflow.tracker:check_database_is_writable",
-    "lock": "pipeline.addons.deploy.takeover:RefreshedLock",
+    "lock": "pipeline.addons.deploy.takeover:Lock",
     "part from former holder": "pipeline.addons.deploy.takeover:part_from_former_holder",
     "local rendezvous": "pipeline.addons.deploy.local_rendezvous:LocalRendezvous",
     "mfu meter": "pipeline.addons.ops.mfu:MfuMeter",
