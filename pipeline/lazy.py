@@ -71,10 +71,11 @@ PARTS = {
     "lock": "pipeline.addons.deploy.takeover:Lock",
     "part from former holder": "pipeline.addons.deploy.takeover:part_from_former_holder",
     "local rendezvous": "pipeline.addons.deploy.local_rendezvous:LocalRendezvous",
-    "mfu meter": "pipeline.addons.ops.mfu:MfuMeter",
+    "metrics": "pipeline.addons.ops.metrics:Metrics",
     "portability": "pipeline.addons.ops.portable:portability",
     "provenance": "pipeline.addons.ops.provenance:provenance",
     "plan table": "pipeline.addons.ops.plan_table:table",
+    "predictions": "pipeline.addons.report.predictions:Predictions",
     "profiler": "pipeline.addons.ops.profiler:ToProfile",
     "receipt": "pipeline.addons.ops.receipt:ToReceipt",
     "refuse another model": "pipeline.addons.ops.changes:refuse_another_model",
@@ -82,7 +83,6 @@ PARTS = {
     "report": "pipeline.addons.report.samples:ToReport",
     "tracker": "pipeline.addons.mlflow.sender:ToMLflow",
     "tracking uri": "pipeline.addons.mlflow.uri:tracking_uri",
-    "straggler watch": "pipeline.addons.ops.stragglers:StragglerWatch",
 }
 """By the name with which the core asks for it, each part as module:attribute."""
 

@@ -35,10 +35,9 @@ from pipeline.model.normalise import Normalise
 from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.record.predictions import NO_PREDICTION
 from pipeline.record.terminal import NullTerminal
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
 from pipeline.world import World
 

@@ -33,9 +33,8 @@ from pipeline.lazy import part
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
-from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
-from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.train.evaluation import CONFIDENCE_UNIT, LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
 
 _IMAGE_LOSS_UNIT = 2**40
@@ -115,7 +114,7 @@ class Evaluator:
         # the sum over the processes is what one of them set
         seen, labels, predicted, top5, plain, confidence, losses = group.all_reduce(counts).numpy()
         labels = labels - 1
-        predictions = Predictions(
+        predictions = part("predictions")(
             labels.astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
         )
         loss_sum = sum(losses.tolist())  # Python's integers: it may exceed 2^63

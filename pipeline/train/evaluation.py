@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 LOSS_UNIT = 2**20
 """Losses are summed as integers in units of 2^-20: the sum is the same in any order."""
+CONFIDENCE_UNIT = 2**30
+"""Confidences are multiples of 2^-30, so that they are summed as integers, too."""
+NO_PREDICTION = -1
+"""The predicted class of an image whose logits are not finite."""
 MAX_LOSS = 2**16
 """The most that an image's loss counts in a sum: 2^26 images then stay below 2^63 units."""
 

@@ -20,7 +20,6 @@ from pipeline.train.evaluate import Evaluator
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Evaluated, Update
-from pipeline.train.metrics import Metrics
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
@@ -36,8 +35,7 @@ class Trainer:
         self.job, self.process, self.state, self.records = job, process, state, records
         config, plan, strategy = job.config, job.plan, state.strategy
         self.step = Step(config, plan, state, process.timer)
-        self.stragglers = part("straggler watch")(strategy, process.terminal.log)
-        self.metrics = Metrics(config, plan, process, self.stragglers)
+        self.metrics = part("metrics")(job, process, strategy)
         self.divergence = DivergenceWatch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
         self.evaluator = Evaluator(state.eval_model, job.source.val, config, plan, process.group, predict)
@@ -96,7 +94,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     """
     state, plan = trainer.state, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer
-    trainer.stragglers.begin_step()
+    trainer.metrics.begin_step()
     loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
     used = trainer.step.used
     with timer.charge("communication"):
