@@ -24,6 +24,7 @@ from torchvision.models import get_model
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
+from pipeline.addons.ops.progress import describe_evaluation
 from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
@@ -118,7 +119,7 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     assert (found.images, found.not_finite) == (finite.images, bad_images), "every image is counted"
     assert "loss" not in found.figures
     assert 0 <= found.loss_sum < finite.loss_sum
-    assert f"the logits of {bad_images} of {found.images} images are not finite" in found.line
+    assert f"the logits of {bad_images} of {found.images} images are not finite" in describe_evaluation(found)
     assert (predictions.predicted == NO_PREDICTION).sum() == found.not_finite
     correct, total = predictions.count_correct(10)
     assert (correct.sum(), total.sum()) == (found.correct1, found.images), "the figures show the same counts"

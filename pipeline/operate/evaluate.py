@@ -4,6 +4,7 @@ from typing import Any
 
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
+from pipeline.lazy import part
 from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
 from pipeline.planning import divide_resources
@@ -22,10 +23,9 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
-    terminal.log_bad_images(result.bad_images)
     balanced = f"balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f}"
     classes = f"{result.evaluation.classes} of {len(source.classes)} classes"
-    terminal.log(f"validation: {result.evaluation.line}, {balanced} over {classes}")
+    part("log evaluation")("validation", result, terminal, f", {balanced} over {classes}")
     group.shutdown()
     weights = f"sha256:{weights_digest(eval_weights(contents))}"
     return result.evaluation.done_line(contents["epoch"], weights)

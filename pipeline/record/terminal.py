@@ -5,7 +5,6 @@ import shutil
 import sys
 import time
 
-from pipeline.data.access import BadImage
 from pipeline.streams import QUIET
 
 _LOG_EVERY_S = 10
@@ -28,17 +27,6 @@ class Terminal:
         """Print lines without the time. All output but the live line goes through here."""
         print(f"{_ERASED if self._has_live_line else ''}{text}", file=sys.stderr, flush=True)
         self._has_live_line = False
-
-    def log_summary(self, rows: dict[str, str]) -> None:
-        """Print a table of names and values."""
-        width = max(map(len, rows))
-        for name, text in rows.items():
-            self.log(f"  {name:<{width}}  {text}")
-
-    def log_bad_images(self, bad_images: list[BadImage]) -> None:
-        """Name each validation image that could not be decoded."""
-        for bad in bad_images:
-            self.log(f"bad image {bad.name}: {bad.reason}; it counts as a wrong prediction")
 
     def progress(self, *parts: str) -> None:
         """Replace the live line on a terminal; otherwise print a line at most every ten seconds.

@@ -61,21 +61,6 @@ class Evaluation:
         }  # fmt: skip
         return {name: value for name, value in named.items() if value is not None and math.isfinite(value)}
 
-    @property
-    def line(self) -> str:
-        """The figures, for the terminal."""
-        figures = {"loss": math.nan} | self.figures
-        names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
-        shown = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
-        line = f"top-1 {self.top1:.4f}, top-5 {self.top5:.4f}, {', '.join(shown)}"
-        line += f", {self.images} of {self.total} images"
-        if self.not_finite:
-            line += (
-                f"; the logits of {self.not_finite} of {self.images} images are not finite: they count as"
-                " wrong, and this model is never the best; lower optimizer.lr or set train.clip"
-            )
-        return line
-
     def done_line(self, epoch: int, weights: str) -> str:
         """Return the result line. weights: `sha256:` and the digits."""
         return (

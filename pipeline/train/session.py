@@ -41,7 +41,7 @@ from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import End, Mirror
 from pipeline.train.loop import Trainer, train
-from pipeline.train.records import Records, describe_result, open_records
+from pipeline.train.records import Records, open_records
 from pipeline.train.resume import VerifiedCheckpoint, broadcast_contents, resume
 from pipeline.train.setup import agree_on_plan, broadcast_source, build_state, check_same_request, join
 from pipeline.train.state import TrainState
@@ -200,8 +200,6 @@ class Session:
             )
         for listener in trainer.records.listeners:  # the other ranks leave meanwhile, and free their GPUs
             listener.closed(end)
-        if trainer.records.listeners:
-            self._terminal.log_summary(describe_result(job, end, trainer.records.mirror))
         return line
 
     def _is_finished(self, job: Job, state: TrainState) -> bool:
