@@ -61,6 +61,9 @@ PARTS = {
     # operation
     "advice": "pipeline.addons.ops.timing:ToAdvice",
     "data change": "pipeline.addons.ops.changes:describe_data_change",
+    "error of standard output": "pipeline.addons.ops.streams:output_error",
+    "lose unread log": "pipeline.addons.ops.streams:lose_unread_log",
+    "tolerate failures of streams": "pipeline.addons.ops.streams:tolerate_failures",
     "facts": "pipeline.addons.ops.provenance:facts",
     "exact roots": "pipeline.addons.ops.portable:use_exact_roots",
     "gpu timer": "pipeline.addons.ops.timing:CudaStepTimer",
