@@ -32,6 +32,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline import randomness
+from pipeline.addons.models.compilation import compile_mode
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -47,7 +48,7 @@ from pipeline.guards.watchdog import Watchdog
 from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
 from pipeline.parallel import choose_strategy
-from pipeline.parallel.strategy import autocast, compile_mode
+from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder

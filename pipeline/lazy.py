@@ -50,6 +50,8 @@ PARTS = {
     "timm": "pipeline.addons.models.functions:timm_builder",
     "zoo": "pipeline.addons.models.zoo:MODELS",
     "best checkpoint": "pipeline.addons.models.best:best_checkpoint",
+    "compilation": "pipeline.addons.models.compilation:compilation",
+    "compiled model": "pipeline.addons.models.compilation:compiled_model",
     "compile": "pipeline.addons.models.compilation:compile_model",
     "compile if it repays": "pipeline.addons.models.compilation:compile_if_it_repays",
     "check target": "pipeline.addons.models.inputs:check_target",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import CRASH, RequestError
-from pipeline.machine import available_cpus, has_gpu, missing_to_compile
+from pipeline.machine import available_cpus, has_gpu
 from pipeline.orphan import die_with_parent
 from pipeline.world import ALONE, VARIABLES, World, is_launched
 
@@ -21,7 +21,7 @@ NO_LAUNCH_ID = "none"
 
 def this_world() -> World:
     """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
-    alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing_to_compile())
+    alone = World(cpus=available_cpus(), has_gpu=has_gpu())
     if not is_launched():
         return alone
     given = {name: os.environ.get(name, default) or "" for name, default in VARIABLES.items()}

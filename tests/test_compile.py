@@ -15,9 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import InductorError
 
-from pipeline.addons.models.compilation import is_fault_of_machine, reason_not_to
+from pipeline.addons.models.compilation import is_fault_of_machine, missing_to_compile, reason_not_to
 from pipeline.config.load import load
-from pipeline.machine import missing_to_compile
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.failure import FAILURE
