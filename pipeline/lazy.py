@@ -54,6 +54,7 @@ PARTS = {
     "compiled model": "pipeline.addons.models.compilation:compiled_model",
     "compile": "pipeline.addons.models.compilation:compile_model",
     "compile if it repays": "pipeline.addons.models.compilation:compile_if_it_repays",
+    "check archive": "pipeline.addons.models.archive:check_archive",
     "check target": "pipeline.addons.models.inputs:check_target",
     "evaluation images": "pipeline.addons.models.validation:open_validation",
     "explain shortage": "pipeline.addons.models.memory:explain_shortage",

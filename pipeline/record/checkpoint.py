@@ -14,10 +14,8 @@ After five failures in a row, and ten minutes, the run ends with exit code 4.
 import hashlib
 import io
 import os
-import struct
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from pipeline.errors import StorageError, one_line
 from pipeline.files import FULL, sync_folder, temporary_sibling
+from pipeline.lazy import part
 from pipeline.model.weights import map_tensors
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
@@ -50,7 +49,7 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     Raises StorageError for any other format, or if one of `parts` (kind by name) is missing.
     """
     try:
-        check_unpacked_size(data)
+        part("check archive")(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {one_line(error)}") from None
@@ -58,39 +57,15 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
     for name, kinds in (parts or {}).items():
-        part = contents.get(name, ...)
-        if not isinstance(part, kinds) or (
-            name == "classes" and not all(isinstance(label, str) for label in part)
-        ):
+        value = contents.get(name, ...)
+        is_right = isinstance(value, kinds)
+        if name == "classes":
+            is_right = is_right and all(isinstance(label, str) for label in value)
+        if not is_right:
             raise StorageError(
                 f"{origin} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
             )
     return dict(contents)
-
-
-def check_unpacked_size(data: bytes) -> None:
-    """Raise ValueError if an archive states more bytes than it has, as only a hostile one does.
-
-    torch.save compresses nothing. Without this check, 6 MB could fill the memory.
-    """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-    unpacked = sum(member.file_size for member in members)
-    if unpacked > len(data):
-        raise ValueError(f"its parts would unpack to {unpacked:,} bytes, but it has {len(data):,}")
-    # Python's reader found these sizes: torch before 2.13 does not tell its own. Both must find the
-    # same directory, so the archive must be laid out as torch.save does: the last three records are
-    # in their places, the directory ends where they begin, and no entry states its size twice.
-    records = len(data) - 98
-    size, offset = struct.unpack("<QQ", data[-58:-42])
-    locator = struct.pack("<4sIQI", b"PK\6\7", 0, records, 1)
-    if (
-        (data[:4], data[-98:-94], data[-42:-22]) != (b"PK\3\4", b"PK\6\6", locator)
-        or (data[-22:-18], data[-2:]) != (b"PK\5\6", b"\0\0")
-        or offset + size != records
-        or any(member.compress_type or b"\xff\xff\xff\xff" in member.extra for member in members)
-    ):
-        raise ValueError("its directory is not laid out as torch.save does")
 
 
 def read_model(path: Path) -> dict[str, Any]:
