@@ -42,7 +42,7 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Write a file, and sync its data to the disk. Raises OSError."""
     with open(path, "wb") as file:
         file.write(data)

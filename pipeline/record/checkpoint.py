@@ -13,7 +13,6 @@ After five failures in a row, and ten minutes, the run ends with exit code 4.
 
 import hashlib
 import io
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import StorageError, one_line
-from pipeline.files import FULL, sync_folder, temporary_sibling
+from pipeline.files import FULL, sync_folder
 from pipeline.lazy import part
 from pipeline.model.weights import map_tensors
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
@@ -141,7 +140,7 @@ class CheckpointWriter:
             try:
                 saved = self._write(snapshot, step)
                 break
-            except (OSError, RuntimeError) as error:
+            except OSError as error:
                 self._log_failure(error, step)
             if self.is_folder_removed or time.monotonic() + _RETRY_S >= end:
                 return
@@ -152,36 +151,21 @@ class CheckpointWriter:
 
     def _write(self, snapshot: dict[str, Any], step: int) -> Path:
         """Return the file once it is on the disk."""
-        temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
-        self._run.check_ours()
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(snapshot, file)
-                file.flush()
-                os.fsync(file.fileno())
-            with open(temporary, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self._run.check_ours()
-            saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
-            os.rename(temporary, saved)
-            sync_folder(self._folder)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        torch.save(snapshot, file := io.BytesIO())
+        data = file.getbuffer()
+        digest = hashlib.sha256(data).hexdigest()
+        saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
+        self._run.write(saved, data)  # to a temporary file, which is synced and renamed
+        sync_folder(self._folder)
         return saved
 
-    def _log_failure(self, error: BaseException, step: int) -> None:
+    def _log_failure(self, error: OSError, step: int) -> None:
         if not self.failures:
             self._failing_since = time.monotonic()
         self.failures += 1
-        # torch.save raises an error about the file's position instead of the system's
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        reason = f"{self._folder} was removed or renamed" if self.is_folder_removed else str(cause or error)
-        if cause is not None and cause.errno in FULL:
-            reason = f"{cause.strerror}: free disk space"
+        reason = f"{error.strerror}: free disk space" if error.errno in FULL else str(error)
+        if self.is_folder_removed:
+            reason = f"{self._folder} was removed or renamed"
         self._log(
             f"checkpoint of step {step} was not saved: {reason}; failure {self.failures}, the run ends after"
             f" {MAX_FAILURES} in a row and {MAX_FAILING_S // 60} min"

@@ -125,7 +125,7 @@ class RunFolder:
             yield temporary
             self.check_ours()
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes | memoryview) -> None:
         """Replace a file of the folder by `data`, completely or not at all. Raises OSError."""
         with self.replacing(path) as temporary:
             write_synced(temporary, data)
