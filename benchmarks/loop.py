@@ -52,7 +52,7 @@ from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.supervision import this_world
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
@@ -130,7 +130,7 @@ def make_update(setup: Setup, *listeners: Listener) -> Callable[[Iterator[Batch]
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     stop = StopRequest()
     watchdog = Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop)
-    process = Process(group, NullTerminal(), timer, watchdog, stop)
+    process = Process(group, SILENT, timer, watchdog, stop)
     job = Job(config, plan, setup.source, RunFolder(config.run_dir))
     return partial(update_once, Trainer(job, process, state, Records(list(listeners))))
 

@@ -60,6 +60,8 @@ PARTS = {
     "explain shortage": "pipeline.addons.models.memory:explain_shortage",
     "fit passes": "pipeline.addons.models.memory:fit_model",
     "freeze": "pipeline.addons.models.pretrained:freeze",
+    "lamb optimizer": "pipeline.addons.models.timm_optimizers:make_lamb",
+    "muon optimizer": "pipeline.addons.models.timm_optimizers:make_muon",
     "load first weights": "pipeline.addons.models.pretrained:load_pretrained",
     # operation
     "advice": "pipeline.addons.ops.timing:ToAdvice",

@@ -31,7 +31,7 @@ from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.randomness import generator, seed_network
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.timing import StepTimer
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.state import TrainState
@@ -251,7 +251,7 @@ def evaluation() -> Iterator[Tensor]:
     seed_network(0, "weights")
     images: Any = Held()
     evaluator = Evaluator(vit(), images, config, plan, Group(World(), CPU))
-    result = evaluator.evaluate(0, NullTerminal(), lambda: False)
+    result = evaluator.evaluate(0, SILENT, lambda: False)
     assert result
     assert not result.bad_images
     yield torch.tensor(list(result.evaluation.figures.values()), dtype=torch.float64)

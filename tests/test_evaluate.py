@@ -36,7 +36,7 @@ from pipeline.model.normalise import Normalise
 from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
@@ -104,7 +104,7 @@ def evaluate_model(digits: Path, model: nn.Module, *overrides: str) -> Evaluated
     """Evaluate the model on the digits in batches of 48."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48", *overrides)
     group = Group(World(), torch.device("cpu"))
-    result = Evaluator(model, source.val, config, plan, group).evaluate(1, NullTerminal(), lambda: False)
+    result = Evaluator(model, source.val, config, plan, group).evaluate(1, SILENT, lambda: False)
     assert result
     return result
 
