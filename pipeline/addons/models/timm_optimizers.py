@@ -20,10 +20,7 @@ def check_optimizer_exists(config: Config) -> None:
 
 def make_lamb(groups: list[dict[str, Any]], options: Optimizer) -> Any:
     """Return LAMB, which does not clip by itself: train.clip does."""
-    lamb: torch.optim.Optimizer = _timm("lamb")(
-        groups, lr=options.lr, betas=options.betas, max_grad_norm=None
-    )
-    return lamb
+    return _timm("lamb")(groups, lr=options.lr, betas=options.betas, max_grad_norm=None)
 
 
 def make_muon(groups: list[dict[str, Any]], options: Optimizer) -> Any:
