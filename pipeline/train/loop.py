@@ -15,7 +15,7 @@ from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, RunError, StorageError, TemporaryError
 from pipeline.guards.divergence import DivergenceWatch
 from pipeline.lazy import part
-from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, CheckpointWriter, all_finite
+from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
@@ -173,7 +173,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         writer.wait()  # for the save before this one: there is one at a time
         if writer.should_give_up:
             often = f"saves failed {MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
-            refusal = _lost(trainer, writer, f"{often}, step {step} is lost")
+            refusal = writer.error(f"{often}, step {step} is lost")
     group.raise_together(refusal)
     # all processes: a sharded state is gathered here
     contents = state.to_dict(group.all_reduce(state.totals))
@@ -186,7 +186,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         if is_last:
             writer.wait()
         if is_last and writer.failures:
-            failure = _lost(trainer, writer, f"the last checkpoint, of step {step}, could not be saved")
+            failure = writer.error(f"the last checkpoint, of step {step}, could not be saved")
             if is_stopping and not writer.is_folder_removed:
                 unsaved = (
                     f"step {step} could not be saved, the same command resumes from the newest checkpoint"
@@ -194,13 +194,6 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
                 failure = TemporaryError("asked to stop", unsaved)
     if is_last:
         group.raise_together(failure)
-
-
-def _lost(trainer: Trainer, writer: CheckpointWriter, problem: str) -> StorageError:
-    if writer.is_folder_removed:
-        removed = f"run.dir={trainer.job.folder.path} was removed or renamed during the run"
-        return StorageError(f"{removed}: {problem}", "leave a run's folder where it is until the run ends")
-    return StorageError(problem, "free disk space")
 
 
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:

@@ -167,9 +167,7 @@ def _identity(job: Job) -> dict[str, Any]:
     if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
         config = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
     split = None  # there is val/
-    if (
-        index is not None and index.is_split_by_hash
-    ):  # a digest of all names, and the rule that holds some out
+    if index is not None and index.is_split_by_hash:  # all names, and the rule that holds some out
         rule = index.hold_out
         split = {"names": index.names_digest(), "val_split": rule.share, "split_by": rule.by}
     return {
