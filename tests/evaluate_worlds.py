@@ -16,9 +16,9 @@ import torch
 from streams import prepare
 from torch import nn
 
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.group import Group
 from pipeline.record.terminal import SILENT
-from pipeline.train.evaluate import Evaluator
 from pipeline.train.listener import Evaluated
 from pipeline.world import World
 

@@ -18,6 +18,7 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.vision_transformer import EncoderBlock
 
 from pipeline.addons.models import zoo
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import SampleKey, augment, draw_crop, resize_image
@@ -33,7 +34,6 @@ from pipeline.planning import make_plan
 from pipeline.randomness import generator, seed_network
 from pipeline.record.terminal import SILENT
 from pipeline.timing import StepTimer
-from pipeline.train.evaluate import Evaluator
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
 from pipeline.world import World

@@ -24,6 +24,7 @@ from torchvision.models import get_model
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.ops.progress import describe_evaluation
 from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.store.bucket import Store
@@ -37,7 +38,6 @@ from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.terminal import SILENT
-from pipeline.train.evaluate import Evaluator
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
 from pipeline.world import World

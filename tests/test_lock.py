@@ -17,7 +17,6 @@ from mlflow import MlflowClient
 
 from pipeline.addons.deploy.takeover import STALE_S
 from pipeline.errors import TemporaryError
-from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
 
@@ -162,7 +161,6 @@ def test_no_file_gets_its_name_once_the_folder_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
-    folder.checkpoints.mkdir()
     folder.receipt.write_text("old")
 
     def check() -> None:
@@ -173,12 +171,6 @@ def test_no_file_gets_its_name_once_the_folder_is_taken_over(
     with pytest.raises(OSError, match="in place of"):
         folder.write(folder.receipt, b"new")
     assert folder.receipt.read_text() == "old"
-    lines: list[str] = []
-    writer = CheckpointWriter(folder, 2, lines.append, print)
-    writer.save({}, 1, None)
-    writer.wait()
-    assert "in place of" in lines[0]
-    assert not list(folder.checkpoints.iterdir())
 
 
 HANG = """\

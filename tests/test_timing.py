@@ -12,6 +12,7 @@ from harness import read_rows
 from torch.optim import SGD
 
 import pipeline.timing
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.ops.timing import CudaStepTimer, advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
@@ -24,7 +25,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.train import session
-from pipeline.train.evaluate import Evaluator
 from pipeline.world import World
 
 STEPS = 4

@@ -9,7 +9,6 @@ from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
 from pipeline.planning import divide_resources
 from pipeline.record.terminal import make_terminal
-from pipeline.train.evaluate import Evaluator
 from pipeline.train.setup import broadcast_source, join
 from pipeline.world import World
 
@@ -20,7 +19,7 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     group = join(config, world)
     source = broadcast_source(config, group, source)
     model = eval_model(contents, config.model).to(group.device)
-    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
+    evaluator = part("evaluator")(model, source.val, config, divide_resources(config, world), group)
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
     balanced = f"balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f}"
@@ -28,4 +27,5 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     part("log evaluation")("validation", result, terminal, f", {balanced} over {classes}")
     group.shutdown()
     weights = f"sha256:{weights_digest(eval_weights(contents))}"
-    return result.evaluation.done_line(contents["epoch"], weights)
+    line: str = result.evaluation.done_line(contents["epoch"], weights)
+    return line

@@ -13,10 +13,8 @@ from dataclasses import replace
 from pipeline.data.access import BadImage
 from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, RunError, StorageError, TemporaryError
-from pipeline.guards.divergence import DivergenceWatch
 from pipeline.lazy import part
 from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
-from pipeline.train.evaluate import Evaluator
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Evaluated, Update
@@ -36,9 +34,11 @@ class Trainer:
         config, plan, strategy = job.config, job.plan, state.strategy
         self.step = Step(config, plan, state, process.timer)
         self.metrics = part("metrics")(job, process, strategy)
-        self.divergence = DivergenceWatch(strategy, plan)
+        self.divergence = part("divergence watch")(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
-        self.evaluator = Evaluator(state.eval_model, job.source.val, config, plan, process.group, predict)
+        self.evaluator = part("evaluator")(
+            state.eval_model, job.source.val, config, plan, process.group, predict
+        )
 
 
 def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
@@ -136,7 +136,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
         step = state.confirm_step()
         trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
         state.strategy.broadcast_buffers(state.eval_model)
-        result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
+        result: Evaluated | None = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
             return None
         is_best = state.add_evaluation(result.evaluation)

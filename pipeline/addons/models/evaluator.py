@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.addons.datasets.residence import validation_bytes
+from pipeline.addons.report.predictions import Predictions
 from pipeline.config.schema import Config
 from pipeline.data.access import BadImage
 from pipeline.data.augment import evaluation_geometry
@@ -29,7 +31,6 @@ from pipeline.data.interface import Images
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.transfer import to_device
 from pipeline.group import Group
-from pipeline.lazy import part
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
@@ -62,7 +63,7 @@ class Evaluator:
         self._config, self._resources, self._group = config, resources, group
         # of a small set, the batches of the first evaluation serve the later ones
         self._kept: list[Batch] = []
-        self._keeps = part("validation bytes")(config, len(images), group.size, group.device.type) > 0
+        self._keeps = validation_bytes(config, len(images), group.size, group.device.type) > 0
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
 
     def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:
@@ -114,7 +115,7 @@ class Evaluator:
         # the sum over the processes is what one of them set
         seen, labels, predicted, top5, plain, confidence, losses = group.all_reduce(counts).numpy()
         labels = labels - 1
-        predictions = part("predictions")(
+        predictions = Predictions(
             labels.astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
         )
         loss_sum = sum(losses.tolist())  # Python's integers: it may exceed 2^63
