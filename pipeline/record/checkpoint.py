@@ -56,11 +56,7 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
     for name, kinds in (parts or {}).items():
-        value = contents.get(name, ...)
-        is_right = isinstance(value, kinds)
-        if name == "classes":
-            is_right = is_right and all(isinstance(label, str) for label in value)
-        if not is_right:
+        if not isinstance(contents.get(name, ...), kinds):
             raise StorageError(
                 f"{origin} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
             )

@@ -42,7 +42,6 @@ class Lock:
         self._descriptor: int | None = None
         self._content: bytes | None = None
         """The file's contents as long as nobody else takes the lock."""
-        self._refreshed_at = (0.0, 0.0)
         self._dropped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -57,7 +56,7 @@ class Lock:
             self._descriptor = self._open_locked(patience_s)
         except TemporaryError as held:
             self._descriptor, is_taken_over = self._take_over(held), True
-        self._content, self._refreshed_at = os.pread(self._descriptor, 1 << 16, 0), _read_clocks()
+        self._content = os.pread(self._descriptor, 1 << 16, 0)
         self._dropped.clear()
         self._thread = threading.Thread(target=self._refresh, name="lock", daemon=True)
         self._thread.start()
@@ -96,9 +95,7 @@ class Lock:
         try:
             if self._descriptor is None:
                 return self.path.read_bytes() == self._content
-            # a process that was frozen asks the server: an NFS client may have old attributes
-            age_s = max(now - then for now, then in zip(_read_clocks(), self._refreshed_at, strict=True))
-            if age_s > 2 * REFRESH_S and not self._touch():
+            if not self._touch():  # asks the server: an NFS client may have old attributes
                 return False
             named = os.stat(self.path)
         except FileNotFoundError:
@@ -180,12 +177,10 @@ class Lock:
     def _touch(self) -> bool:
         """Refresh the lock; return False if an NFS server says that its file has been replaced."""
         assert self._descriptor is not None
-        now = _read_clocks()
         try:
             os.utime(self._descriptor)  # not by name: that may be another process's file by now
         except OSError as error:
             return error.errno != errno.ESTALE
-        self._refreshed_at = now
         return True
 
     def _holder(self) -> str:
@@ -221,12 +216,3 @@ def part_from_former_holder(folder: RunFolder) -> None:
                 shutil.copyfile(path, temporary)
                 with open(temporary, "rb") as copy:
                     os.fsync(copy.fileno())
-
-
-def _read_clocks() -> tuple[float, float]:
-    """Return the seconds of a clock that advances while the machine sleeps, and of the wall clock.
-
-    Both stand still while a hypervisor pauses a virtual machine. The wall clock shows the pause
-    once it is corrected, for example by NTP.
-    """
-    return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()
