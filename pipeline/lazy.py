@@ -67,6 +67,7 @@ PARTS = {
     "advice": "pipeline.addons.ops.timing:ToAdvice",
     "data change": "pipeline.addons.ops.changes:describe_data_change",
     "error of standard output": "pipeline.addons.ops.streams:output_error",
+    "journal": "pipeline.addons.ops.journal:ToJournal",
     "lose unread log": "pipeline.addons.ops.streams:lose_unread_log",
     "tolerate failures of streams": "pipeline.addons.ops.streams:tolerate_failures",
     "divergence watch": "pipeline.addons.ops.divergence:DivergenceWatch",
