@@ -35,6 +35,7 @@ import torch
 from loop import DEFAULTS, Setup, make_update, plain_step, prepare, synchronize, timed
 from rounds import TurnError, row, run_script
 
+from pipeline.addons.models.compilation import missing_to_compile
 from pipeline.addons.models.memory import fit_model, is_out_of_memory, make_try_pass
 from pipeline.addons.ops.provenance import provenance
 from pipeline.cli.arguments import Parser, add_overrides
@@ -42,7 +43,7 @@ from pipeline.config.load import load
 from pipeline.data.batch import Batch
 from pipeline.data.transfer import to_device
 from pipeline.errors import one_line
-from pipeline.machine import available_cpus, available_memory, missing_to_compile
+from pipeline.machine import available_cpus, available_memory
 from pipeline.model.architectures import build
 from pipeline.train.listener import Listener, Update
 

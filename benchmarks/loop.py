@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from pipeline import randomness
 from pipeline.addons.datasets.sources import open_source
+from pipeline.addons.models.compilation import compile_mode
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -50,11 +51,11 @@ from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
 from pipeline.operate.start import form_group
 from pipeline.parallel import choose_strategy
-from pipeline.parallel.strategy import autocast, compile_mode
+from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
 from pipeline.train.loop import Trainer, update_once
@@ -131,7 +132,7 @@ def make_update(setup: Setup, *listeners: Listener) -> Callable[[Iterator[Batch]
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     stop = StopRequest()
     watchdog = Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop)
-    process = Process(group, NullTerminal(), timer, watchdog, stop)
+    process = Process(group, SILENT, timer, watchdog, stop)
     job = Job(config, plan, setup.source, RunFolder(config.run_dir))
     return partial(update_once, Trainer(job, process, state, Records(list(listeners))))
 

@@ -2,8 +2,8 @@
 
 The packages, from top to bottom. Each imports only from itself and from those below it, which
 tests/test_layout.py checks: __main__, addons, cli, operate, train, guards, record, data, parallel,
-model, planning, plan, portable, group, device, config, launcher, supervision, orphan, world,
-machine, randomness, timing, errors, streams, lazy, files.
+model, planning, plan, group, device, config, launcher, supervision, orphan, world, machine,
+randomness, timing, errors, streams, lazy, files.
 """
 
 __version__ = "0.3.0.dev0"

@@ -46,7 +46,7 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Write a file, and sync its data to the disk. Raises OSError."""
     with open(path, "wb") as file:
         file.write(data)
@@ -100,6 +100,14 @@ def parse_json(text: bytes | str) -> Any:
 
 def _children(parent: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return parent.values() if isinstance(parent, dict) else parent
+
+
+def has_name(descriptor: int, path: Path) -> bool:
+    """Return True if `path` is the name of the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:

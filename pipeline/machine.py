@@ -1,12 +1,10 @@
-"""The resources of this machine: CPUs, memory, a compiler, GPUs. Read without torch.
+"""The resources of this machine: CPUs, memory, GPUs. Read without torch.
 
 CPUs and memory are those that this process may use, by its affinity mask and its cgroup's limits.
 """
 
 import os
 import re
-import shutil
-import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,16 +28,6 @@ def available_memory() -> int:
     """Return the bytes of memory that this machine has, or that the cgroup allows."""
     limits = [limit for (limit,) in _cgroup_limits("memory.max")]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
-
-
-def missing_to_compile() -> str:
-    """Return a missing prerequisite of torch.compile, or ""."""
-    # Triton needs a C compiler, Inductor on a CPU one for C++
-    variable, *names = ("CC", "gcc", "clang") if has_gpu() else ("CXX", "g++", "clang++")
-    if not any(shutil.which(name) for name in (os.environ.get(variable, names[0]), *names)):
-        return f"a compiler ({names[0]}, or {variable} in the environment)"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    return "" if header.exists() else f"Python's headers ({header})"
 
 
 def has_gpu() -> bool:

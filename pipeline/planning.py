@@ -15,7 +15,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, count_of
 from pipeline.lazy import part
 from pipeline.plan import BatchSizes, DataSize, ImageSizes, Plan, Resources, Schedule
-from pipeline.portable import portability
 from pipeline.world import World
 
 
@@ -24,8 +23,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     batch = divide_batch(config, world.size)
     schedule = _schedule(config, data, passes=world.size * batch.accumulate)
     images = _image_sizes(config, schedule)
-    compiles, compile_reason = _compilation(config, world)
-    is_portable, portable_reason = portability(config, world)
+    compiles, compile_reason = part("compilation")(config, world)
+    is_portable, portable_reason = part("portability")(config, world)
     plan = Plan(
         **vars(divide_resources(config, world)),
         **vars(batch),
@@ -178,32 +177,6 @@ def _image_sizes(config: Config, schedule: Schedule) -> ImageSizes:
         eval_size=config.evaluate.size or options.size,
         repeats=options.repeats,
     )
-
-
-def _compilation(config: Config, world: World) -> tuple[bool, str]:
-    """Return True if the model is compiled, and the reason."""
-    mode, missing, has_gpu = config.train.compile, world.missing_to_compile, world.uses_gpu(config.run.device)
-    syncs = config.model.batchnorm == "sync" and world.size > 1
-    if mode == "off":
-        return False, "train.compile=off"
-    if mode != "auto":
-        # no CUDA graphs with DDP: torch cuts its graphs at the buckets, where CUDA graphs were
-        # skipped (pytorch#139207) or crashed (pytorch#128218)
-        needs_one_gpu = mode == "reduce-overhead" and not (has_gpu and world.size == 1)
-        needs = "model.batchnorm=local or average" if syncs else missing
-        needs = "one process with a GPU" if needs_one_gpu else needs
-        if needs:
-            raise RequestError(f"train.compile={mode} needs {needs}", "add it, or set train.compile=auto")
-        return True, f"train.compile={mode}"
-    reasons_not_to = {
-        "model.batchnorm=sync splits the compiled graph in each layer": syncs,
-        f"parallel={config.parallel} runs parts of a model, which are not compiled": config.parallel != "ddp",
-        "no GPU; train.compile=on compiles for the CPU": not has_gpu,
-        "the run is deterministic, and compiled kernels may change bits": config.is_deterministic_on_gpus,
-        f"torch.compile needs {missing}, which is missing": missing,
-    }
-    reason = next((reason for reason, holds in reasons_not_to.items() if holds), "")
-    return not reason, reason or "there is a GPU, unless timed passes say that it does not repay"
 
 
 def near_divisors(number: int, near: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import portable
+from pipeline.addons.ops import portable
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
 os.environ.update(portable.VARIABLES)  # before torch is imported: forks have the bits of interpreters

@@ -36,7 +36,7 @@ from pipeline.parallel import ddp
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.train import loop, session
 from pipeline.train.job import Job, Process
 from pipeline.train.loop import Trainer
@@ -138,7 +138,7 @@ def run(case: Case, result: Result) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
         stop = StopRequest()
         watchdog = Watchdog(300, Path(os.devnull), 0, stop)
-        process = Process(FakeGroup(world, device), NullTerminal(), make_timer(device), watchdog, stop)
+        process = Process(FakeGroup(world, device), SILENT, make_timer(device), watchdog, stop)
         job = Job(config, plan, source, RunFolder(config.run_dir))
         job, state = session.build_state(job, process, None, is_resumed=config.model.init is not None)
         plan = job.plan

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import portable
+from pipeline.addons.ops import portable
 
 if __name__ == "__main__":
     os.environ.update(portable.VARIABLES)  # before torch is imported

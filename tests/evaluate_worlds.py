@@ -16,9 +16,9 @@ import torch
 from streams import prepare
 from torch import nn
 
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.group import Group
-from pipeline.record.terminal import NullTerminal
-from pipeline.train.evaluate import Evaluator
+from pipeline.record.terminal import SILENT
 from pipeline.train.listener import Evaluated
 from pipeline.world import World
 
@@ -38,7 +38,7 @@ def evaluate(root: Path, group: Group, model: nn.Module) -> Evaluated:
     """Evaluate the model on the digits in `root`, in batches of 48."""
     config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0")
     evaluator = Evaluator(model, source.val, config, plan, group)
-    result = evaluator.evaluate(1, NullTerminal(), lambda: False)
+    result = evaluator.evaluate(1, SILENT, lambda: False)
     assert result
     return result
 

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from pipeline import portable
+from pipeline.addons.ops import portable
 
 if __name__ == "__main__":
     os.environ.update(portable.VARIABLES | {"OMP_NUM_THREADS": "1"})  # torch reads them when it is imported

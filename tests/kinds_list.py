@@ -19,6 +19,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.models import zoo
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import SampleKey, augment, draw_crop, resize_image
@@ -31,9 +32,8 @@ from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.randomness import generator, seed_network
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.timing import StepTimer
-from pipeline.train.evaluate import Evaluator
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
 from pipeline.world import World
@@ -251,7 +251,7 @@ def evaluation() -> Iterator[Tensor]:
     seed_network(0, "weights")
     images: Any = Held()
     evaluator = Evaluator(vit(), images, config, plan, Group(World(), CPU))
-    result = evaluator.evaluate(0, NullTerminal(), lambda: False)
+    result = evaluator.evaluate(0, SILENT, lambda: False)
     assert result
     assert not result.bad_images
     yield torch.tensor(list(result.evaluation.figures.values()), dtype=torch.float64)

@@ -25,7 +25,7 @@ from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.randomness import seed_network
 from pipeline.record.folder import RunFolder
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.loop import Trainer
@@ -63,7 +63,7 @@ def make_trainer(root: Path, *overrides: str) -> Trainer:
     timer = StepTimer()
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     stop = StopRequest()
-    process = Process(strategy.group, NullTerminal(), timer, Watchdog(300, Path(os.devnull), 0, stop), stop)
+    process = Process(strategy.group, SILENT, timer, Watchdog(300, Path(os.devnull), 0, stop), stop)
     return Trainer(Job(config, plan, source, RunFolder(config.run_dir)), process, state, Records())
 
 

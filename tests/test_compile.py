@@ -10,14 +10,13 @@ from subprocess import CalledProcessError
 import pytest
 import torch
 from equivalence import COMPILED
-from harness import SMALL, Job, assert_resumes, pipeline
+from harness import SMALL, Job, assert_resumes
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import InductorError
 
-from pipeline.addons.models.compilation import is_fault_of_machine, reason_not_to
+from pipeline.addons.models.compilation import is_fault_of_machine, missing_to_compile, reason_not_to
 from pipeline.config.load import load
-from pipeline.machine import missing_to_compile
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.failure import FAILURE
@@ -149,12 +148,3 @@ def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:
     assert 3 < time.monotonic() - start < 20
     assert "made no progress for 4 s (run.timeout) and exits" in done.stderr
     assert "most recent call first" in (tmp_path / "stacks").read_text()
-
-
-@pytest.mark.full
-def test_train_compile_is_refused_without_a_compiler(tmp_path: Path) -> None:
-    words = ("digits", f"run.dir={tmp_path / 'run'}", "train.compile=on", f"data.root={tmp_path / 'digits'}")
-    result = pipeline("train", *words, PATH=str(tmp_path), CXX="", CC="")
-    assert result.code == 2
-    assert result.error.startswith("train.compile=on needs a compiler (g")
-    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from equivalence import COMPILED, RECIPES, ROWS, Row, digest, outcomes, published, train, train_recipe
 
-from pipeline.machine import missing_to_compile
+from pipeline.addons.models.compilation import missing_to_compile
 
 needs_compiler = pytest.mark.skipif(bool(missing_to_compile()), reason=f"needs {missing_to_compile()}")
 SMALL_ROWS = tuple(row for row in ROWS if row.processes <= 2 and not row.name.endswith(", again"))

@@ -25,6 +25,8 @@ from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
+from pipeline.addons.models.evaluator import Evaluator
+from pipeline.addons.ops.progress import describe_evaluation
 from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
@@ -35,10 +37,8 @@ from pipeline.model.normalise import Normalise
 from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.record.predictions import NO_PREDICTION
-from pipeline.record.terminal import NullTerminal
-from pipeline.train.evaluate import Evaluator
-from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.record.terminal import SILENT
+from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
 from pipeline.world import World
 
@@ -104,7 +104,7 @@ def evaluate_model(digits: Path, model: nn.Module, *overrides: str) -> Evaluated
     """Evaluate the model on the digits in batches of 48."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48", *overrides)
     group = Group(World(), torch.device("cpu"))
-    result = Evaluator(model, source.val, config, plan, group).evaluate(1, NullTerminal(), lambda: False)
+    result = Evaluator(model, source.val, config, plan, group).evaluate(1, SILENT, lambda: False)
     assert result
     return result
 
@@ -119,7 +119,7 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     assert (found.images, found.not_finite) == (finite.images, bad_images), "every image is counted"
     assert "loss" not in found.figures
     assert 0 <= found.loss_sum < finite.loss_sum
-    assert f"the logits of {bad_images} of {found.images} images are not finite" in found.line
+    assert f"the logits of {bad_images} of {found.images} images are not finite" in describe_evaluation(found)
     assert (predictions.predicted == NO_PREDICTION).sum() == found.not_finite
     correct, total = predictions.count_correct(10)
     assert (correct.sum(), total.sum()) == (found.correct1, found.images), "the figures show the same counts"

@@ -19,9 +19,9 @@ from pipeline.addons.report.evaluations import (
     save_evaluation,
 )
 from pipeline.addons.report.figures import EVALUATION_FIGURES
+from pipeline.addons.report.predictions import Predictions
 from pipeline.cli.main import main
 from pipeline.record.folder import RunFolder
-from pipeline.record.predictions import Predictions
 
 # seven images, one of which cannot be decoded
 PREDICTIONS = Predictions(

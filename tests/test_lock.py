@@ -17,7 +17,6 @@ from mlflow import MlflowClient
 
 from pipeline.addons.deploy.takeover import STALE_S
 from pipeline.errors import TemporaryError
-from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
 
@@ -162,7 +161,6 @@ def test_no_file_gets_its_name_once_the_folder_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path)
-    folder.checkpoints.mkdir()
     folder.receipt.write_text("old")
 
     def check() -> None:
@@ -173,12 +171,6 @@ def test_no_file_gets_its_name_once_the_folder_is_taken_over(
     with pytest.raises(OSError, match="in place of"):
         folder.write(folder.receipt, b"new")
     assert folder.receipt.read_text() == "old"
-    lines: list[str] = []
-    writer = CheckpointWriter(folder, 2, lines.append, print)
-    writer.save({}, 1, None)
-    writer.wait()
-    assert "in place of" in lines[0]
-    assert not list(folder.checkpoints.iterdir())
 
 
 HANG = """\
@@ -240,9 +232,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.mark.parametrize(
-    "phase", ["save", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("training", "two ranks"))]
-)
+@pytest.mark.parametrize("phase", ["save", pytest.param("two ranks", marks=pytest.mark.full)])
 def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
     tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, seed: int
 ) -> None:
@@ -291,21 +281,6 @@ def taken_over(old: Job, steps: int) -> Job:
     for pid in new.processes():
         kill(pid, signal.SIGCONT)
     return new
-
-
-@pytest.mark.full
-def test_a_run_that_was_paused_for_long_continues_if_nobody_took_it_over(
-    tmp_path: Path, digits: Path, uninterrupted: Job
-) -> None:
-    run = job(tmp_path / "run", digits).start()
-    run.wait_for_step(8)
-    assert run.process
-    kill(run.process.pid, signal.SIGSTOP)
-    age(run.folder / "lock", 3600)
-    kill(run.process.pid, signal.SIGCONT)
-    assert run.wait().out == uninterrupted.output()
-    assert run.trace() == uninterrupted.trace()
-    assert len(run.starts()) == 1
 
 
 @pytest.mark.full

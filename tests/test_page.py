@@ -14,12 +14,12 @@ from browser import NO_BROWSER, Browser, find_program
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.evaluations import SavedEvaluation, save_augmented, save_evaluation
 from pipeline.addons.report.page import render_page
+from pipeline.addons.report.predictions import Predictions
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.record.predictions import Predictions
 from pipeline.world import World
 
 HOSTILE = "<script>alert(1)</script>"

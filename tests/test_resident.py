@@ -21,7 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.randomness import derive
-from pipeline.record.terminal import NullTerminal
+from pipeline.record.terminal import SILENT
 from pipeline.world import World
 
 SHIFTS = ("augment.size=32", "augment.pad=4")
@@ -100,10 +100,10 @@ def test_validation_images_are_decoded_once(digits: Path, tmp_path: Path) -> Non
     results = {}
     for mode in ("off", "auto"):
         trainer = make_trainer(root, f"data.resident={mode}", "evaluate.batch=50", "data.workers=1")
-        results[mode] = [trainer.evaluator.evaluate(1, NullTerminal(), lambda: False) for _ in range(2)]
+        results[mode] = [trainer.evaluator.evaluate(1, SILENT, lambda: False) for _ in range(2)]
         stopping = iter([False, False, True])
         again = trainer.evaluator
-        assert again.evaluate(1, NullTerminal(), lambda stopping=stopping: next(stopping)) is None
+        assert again.evaluate(1, SILENT, lambda stopping=stopping: next(stopping)) is None
     first, second = results["auto"]
     assert first is not None
     assert second is not None
@@ -111,7 +111,7 @@ def test_validation_images_are_decoded_once(digits: Path, tmp_path: Path) -> Non
     assert len(first.bad_images) == 1
     assert first.bad_images == second.bad_images
     shutil.rmtree(root)
-    third = trainer.evaluator.evaluate(2, NullTerminal(), lambda: False)
+    third = trainer.evaluator.evaluate(2, SILENT, lambda: False)
     assert third is not None
     assert third.bad_images == first.bad_images
 

@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import pipeline.timing
 from pipeline.addons.datasets.sources import open_source
+from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.ops.timing import CudaStepTimer, advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
@@ -25,7 +26,6 @@ from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
-from pipeline.train.evaluate import Evaluator
 from pipeline.world import World
 
 STEPS = 4

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline import __version__, errors, launcher, streams, supervision, world
+from pipeline import __version__, errors, launcher, supervision, world
 from pipeline.cli.arguments import Parser
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def execute(words: Sequence[str], parser: Parser) -> int:
     """Run what `parser` finds in the words; return the exit code. Only rank 0 prints the result."""
-    streams.tolerate_failures()
+    part("tolerate failures of streams")()
     is_main, is_first_here = launcher.is_first("RANK"), launcher.is_first("LOCAL_RANK")
     try:
         options = parse(words, parser)
@@ -80,7 +80,7 @@ def execute(words: Sequence[str], parser: Parser) -> int:
         if is_main and not isinstance(result, int):
             _erase_live_line()
             print(result, flush=True)
-        if (error := streams.output_error()) and code == errors.OK:
+        if (error := part("error of standard output")()) and code == errors.OK:
             raise StorageError(f"standard output cannot be written: {error.strerror}")
         return code
     except RunError as error:

@@ -48,7 +48,7 @@ def _add_train(commands: Commands) -> None:
 def _train(options: argparse.Namespace) -> str | int:
     # prints the traceback of every thread, in ranks and in their loader workers; 2: standard error
     faulthandler.register(signal.SIGUSR1, 2)
-    streams.lose_unread_log()
+    part("lose unread log")()
     stop = StopRequest()
     stop.listen()
     if supervision.launch_id() is not None:

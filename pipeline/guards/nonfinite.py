@@ -52,15 +52,11 @@ class LossGuard:
         bad = None
         if not bool(torch.isfinite(self._loss)):
             bad = float(self._loss), [sample for batch in self._batches for sample in batch.ids.tolist()]
-        for rank, found in enumerate(self._strategy.group.all_gather(bad)):
-            if found:
-                value, ids = found
-                problem = (
-                    f"the loss is {value} at step {self._step} on rank {rank} ({format_sample_ids(ids)})"
-                )
-                break
-        else:
-            problem = f"a gradient at step {self._step} is not finite, or larger than exact mode can sum"
+        problem = f"a gradient at step {self._step} is not finite, or larger than exact mode can sum"
+        found = [(rank, bad) for rank, bad in enumerate(self._strategy.group.all_gather(bad)) if bad]
+        if found:
+            rank, (value, ids) = found[0]
+            problem = f"the loss is {value} at step {self._step} on rank {rank} ({format_sample_ids(ids)})"
         return NotFiniteError(
             problem,
             "the step is not saved; lower optimizer.lr, lengthen schedule.warmup, set train.clip or lower"
@@ -77,9 +73,8 @@ class DeviceLossGuard(LossGuard):
         is_cuda = device.type == "cuda"
         self._is_bad = torch.zeros((), device=device)
         """[] float32: 1 if the loss of this step was bad in any process."""
-        self._flag = torch.zeros(
-            (), pin_memory=is_cuda
-        )  # a copy to unpinned memory would wait for the device
+        # pinned: a copy to other memory would wait for the device
+        self._flag = torch.zeros((), pin_memory=is_cuda)
         # blocking: the host sleeps while it waits; without it, it spins, which takes a core per GPU
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
 

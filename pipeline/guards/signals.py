@@ -1,8 +1,8 @@
-"""SIGTERM, SIGINT and SIGHUP only set a flag: the loop reads it, all processes decide together.
+"""SIGTERM, SIGINT and SIGHUP are only noted: the loop asks, all processes decide together.
 
-Python runs a signal's handler in the main thread, once that returns from native code. While it
-waits there, for a device or for peers, the flag is not set. But Python's C handler writes to the
-wake-up file descriptor at once. It is a pipe, from which any thread learns of the signal.
+Python runs a signal's handler in the main thread, once that returns from native code, where it may
+wait for a device or for peers. But Python's C handler writes to the wake-up file descriptor at
+once. It is a pipe, from which any thread learns of the signal.
 
 SIGHUP, which says that the terminal was closed, is left alone if it is ignored (`nohup`). In a
 thread of another program, which handles the signals itself, all are left alone.
@@ -59,33 +59,34 @@ def die_of_signal() -> NoReturn:
 
 
 class StopRequest:
+    """The signals that have asked this process to stop."""
+
     def __init__(self) -> None:
-        self._asked_at: float | None = None
-        """When the signal was noticed, on the monotonic clock."""
         self._received: list[int] = []
+        self._noticed_at = 0.0
         self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def listen(self) -> None:
-        """Set the flag at each signal from now on: before torch is imported."""
-        if handle(self._set_flag):
+        """Note each signal from now on: before torch is imported."""
+        if handle(lambda number, frame: None):
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def is_set(self) -> bool:
         """Return True if a signal has arrived, in any thread, whatever the main one waits for."""
+        if not self._received:
+            self._noticed_at = time.monotonic()
         with suppress(BlockingIOError):
             self._received += [number for number in os.read(self._pipe, 512) if number in SIGNALS]
-        if self._received:
-            self._set_flag()
-        return self._asked_at is not None
+        return bool(self._received)
 
     def seconds_left(self) -> float | None:
         """Return how long this process may take until its launcher kills it; None: no signal."""
-        if not self.is_set() or self._asked_at is None:
+        if not self.is_set():
             return None
         if signal.SIGINT in self._received[1:]:  # a second Ctrl-C
             return 0.0
         timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
-        return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - self._asked_at))
+        return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - self._noticed_at))
 
     def check(self) -> None:
         """Raise EarlyStopError if a signal has arrived before the first step."""
@@ -110,7 +111,6 @@ class StopRequest:
             if is_leaving:
                 return repeat(number)
             is_leaving = True
-            self._set_flag()
             raise _Stop
 
         try:
@@ -147,6 +147,3 @@ class StopRequest:
         finally:
             for number, handler_before in previous.items():
                 signal.signal(number, handler_before)
-
-    def _set_flag(self, *_: object) -> None:
-        self._asked_at = self._asked_at or time.monotonic()

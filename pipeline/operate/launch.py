@@ -7,7 +7,6 @@ is imported, a process group is formed or a GPU is taken.
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeline import portable
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import RunError, TemporaryError
@@ -35,7 +34,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         config = load(recipe, overrides)  # the run that it restored may be of an earlier version
     checked: request.Checked | None = None
     try:
-        portable.prepare(config, here)
+        part("set what portable runs need")(config, here)
         if here.is_main:
             checked = request.check(part("config after restart")(config), here, folder)
             if not mirror:  # which holds the folder

@@ -25,7 +25,6 @@ from pipeline.operate.request import Checked
 from pipeline.operate.resume import VerifiedCheckpoint, broadcast_contents, find
 from pipeline.plan import Plan
 from pipeline.planning import divide_resources, make_plan, request_digest
-from pipeline.portable import portability, use_exact_roots
 from pipeline.record.failure import saving_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import make_terminal
@@ -122,8 +121,8 @@ class Rank:
 
 def join(config: Config, world: World) -> Group:
     """Configure torch, choose the device and join the process group."""
-    if portability(config, world)[0]:
-        use_exact_roots()
+    if part("portability")(config, world)[0]:
+        part("exact roots")()
     randomness.configure_torch(
         deterministic=config.is_deterministic_on("cuda" if world.uses_gpu(config.run.device) else "cpu"),
         # NCCL's order is fixed for run.deterministic alone: sums of integers need none

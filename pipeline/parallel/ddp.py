@@ -48,7 +48,7 @@ class DDPStrategy(Strategy):
         self._ddp = DistributedDataParallel(model, **options)
         if config.train.gradient_dtype == "bf16":
             self._ddp.register_comm_hook(None, bf16_compress_hook)
-        self._run_model = self._compiled(self._ddp)
+        self._run_model = self._compiled(self._ddp, plan)
 
     def gradient_sync(self, micro: int) -> AbstractContextManager[None]:
         return nullcontext() if micro == self._passes - 1 else self._ddp.no_sync()

@@ -1,6 +1,5 @@
 """The interface of all strategies, and the strategy of a single process."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,13 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import Config
-from pipeline.config.sections import Train
 from pipeline.group import Group
+from pipeline.lazy import part
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.plan import Plan
-
-_RECOMPILES_PER_SIZE = 8  # torch's own limit, which torch 2.14 applies to all sizes together
 
 
 class Strategy:
@@ -33,10 +30,9 @@ class Strategy:
         self._passes = plan.accumulate
         self._loss_divisor = plan.accumulate  # so that a step's gradient is that of its mean loss
         self._options = config.train
-        self._compiles = self.warms_up = plan.compiles
-        """warms_up: the first pass of a process differs from later ones, so it is discarded."""
-        self._num_sizes = len(plan.image_sizes)
-        self._run_model = self._compiled(model)
+        self.warms_up = plan.compiles
+        """The first pass of a process differs from later ones, so it is discarded."""
+        self._run_model = self._compiled(model, plan)
 
     def forward_backward(self, micro: int, pixels: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Run pass `micro` of a step; return its mean loss, [], and its logits, [B, classes].
@@ -109,31 +105,11 @@ class Strategy:
         """Return this process's part of the state dicts that `full_state` returned on rank 0."""
         return states
 
-    def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _compiled(self, module: nn.Module, plan: Plan) -> Callable[[Tensor], Tensor]:
         """Return `module`, compiled if the plan says so, at its first call with each image size."""
-        if not self._compiles:
-            return module
-        from torch._dynamo import config  # takes a second to import
-        from torch._inductor import config as inductor
-
-        # above its limit torch runs a size uncompiled, and a resumed run would compile other sizes
-        limit = _RECOMPILES_PER_SIZE * self._num_sizes
-        config.recompile_limit = max(config.recompile_limit, limit)
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
-        if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-            # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
-            share = max(1, self.group.world.cpus // self.group.world.local_size)
-            inductor.compile_threads = min(inductor.compile_threads or 1, share)
-        return torch.compile(module, dynamic=False, mode=compile_mode(self._options))
-
-
-def compile_mode(options: Train) -> str | None:
-    """Return the mode of torch.compile that train.compile asks for.
-
-    With CUDA graphs (reduce-overhead), logits and gradients lie in the graphs' memory, which the
-    next pass overwrites. So there is one pass per update, which ends by freeing its gradients.
-    """
-    return options.compile if options.compile == "reduce-overhead" else None
+        return (
+            part("compiled model")(module, self._options, plan, self.group.world) if plan.compiles else module
+        )
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

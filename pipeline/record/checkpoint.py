@@ -13,11 +13,8 @@ After five failures in a row, and ten minutes, the run ends with exit code 4.
 
 import hashlib
 import io
-import os
-import struct
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +24,8 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import StorageError, one_line
-from pipeline.files import FULL, sync_folder, temporary_sibling
+from pipeline.files import FULL, sync_folder
+from pipeline.lazy import part
 from pipeline.model.weights import map_tensors
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
@@ -50,7 +48,7 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     Raises StorageError for any other format, or if one of `parts` (kind by name) is missing.
     """
     try:
-        check_unpacked_size(data)
+        part("check archive")(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {one_line(error)}") from None
@@ -58,39 +56,11 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
     for name, kinds in (parts or {}).items():
-        part = contents.get(name, ...)
-        if not isinstance(part, kinds) or (
-            name == "classes" and not all(isinstance(label, str) for label in part)
-        ):
+        if not isinstance(contents.get(name, ...), kinds):
             raise StorageError(
                 f"{origin} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
             )
     return dict(contents)
-
-
-def check_unpacked_size(data: bytes) -> None:
-    """Raise ValueError if an archive states more bytes than it has, as only a hostile one does.
-
-    torch.save compresses nothing. Without this check, 6 MB could fill the memory.
-    """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = archive.infolist()
-    unpacked = sum(member.file_size for member in members)
-    if unpacked > len(data):
-        raise ValueError(f"its parts would unpack to {unpacked:,} bytes, but it has {len(data):,}")
-    # Python's reader found these sizes: torch before 2.13 does not tell its own. Both must find the
-    # same directory, so the archive must be laid out as torch.save does: the last three records are
-    # in their places, the directory ends where they begin, and no entry states its size twice.
-    records = len(data) - 98
-    size, offset = struct.unpack("<QQ", data[-58:-42])
-    locator = struct.pack("<4sIQI", b"PK\6\7", 0, records, 1)
-    if (
-        (data[:4], data[-98:-94], data[-42:-22]) != (b"PK\3\4", b"PK\6\6", locator)
-        or (data[-22:-18], data[-2:]) != (b"PK\5\6", b"\0\0")
-        or offset + size != records
-        or any(member.compress_type or b"\xff\xff\xff\xff" in member.extra for member in members)
-    ):
-        raise ValueError("its directory is not laid out as torch.save does")
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -160,13 +130,22 @@ class CheckpointWriter:
         """True if the folder has been removed or renamed since the start."""
         return not self._folder.is_dir()
 
+    def error(self, problem: str) -> StorageError:
+        """Return the error of a run that ends because saves fail."""
+        if self.is_folder_removed:
+            removed = f"run.dir={self._run.path} was removed or renamed during the run"
+            return StorageError(
+                f"{removed}: {problem}", "leave a run's folder where it is until the run ends"
+            )
+        return StorageError(problem, "free disk space")
+
     def _save(self, snapshot: dict[str, Any], step: int, best_step: int | None, patience_s: float) -> None:
         end = time.monotonic() + patience_s
         while True:
             try:
                 saved = self._write(snapshot, step)
                 break
-            except (OSError, RuntimeError) as error:
+            except OSError as error:
                 self._log_failure(error, step)
             if self.is_folder_removed or time.monotonic() + _RETRY_S >= end:
                 return
@@ -177,36 +156,21 @@ class CheckpointWriter:
 
     def _write(self, snapshot: dict[str, Any], step: int) -> Path:
         """Return the file once it is on the disk."""
-        temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
-        self._run.check_ours()
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(snapshot, file)
-                file.flush()
-                os.fsync(file.fileno())
-            with open(temporary, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self._run.check_ours()
-            saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
-            os.rename(temporary, saved)
-            sync_folder(self._folder)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
+        torch.save(snapshot, file := io.BytesIO())
+        data = file.getbuffer()
+        digest = hashlib.sha256(data).hexdigest()
+        saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
+        self._run.write(saved, data)  # to a temporary file, which is synced and renamed
+        sync_folder(self._folder)
         return saved
 
-    def _log_failure(self, error: BaseException, step: int) -> None:
+    def _log_failure(self, error: OSError, step: int) -> None:
         if not self.failures:
             self._failing_since = time.monotonic()
         self.failures += 1
-        # torch.save raises an error about the file's position instead of the system's
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        reason = f"{self._folder} was removed or renamed" if self.is_folder_removed else str(cause or error)
-        if cause is not None and cause.errno in FULL:
-            reason = f"{cause.strerror}: free disk space"
+        reason = f"{error.strerror}: free disk space" if error.errno in FULL else str(error)
+        if self.is_folder_removed:
+            reason = f"{self._folder} was removed or renamed"
         self._log(
             f"checkpoint of step {step} was not saved: {reason}; failure {self.failures}, the run ends after"
             f" {MAX_FAILURES} in a row and {MAX_FAILING_S // 60} min"

@@ -1,7 +1,7 @@
 """A run's folder: the paths in it, its lock, and how earlier files are set aside for a fresh start.
 
-Promise: one run at a time writes here. Rank 0 holds the lock (`record.lock`), and whatever writes
-here uses `write`, or calls `check_ours` first. This module does not import torch.
+Promise: one run at a time writes here. Rank 0 holds a lock (`addons.deploy.takeover`), and whatever
+writes here uses `write`, or calls `check_ours` first. This module does not import torch.
 """
 
 import itertools
@@ -18,7 +18,6 @@ from pipeline.errors import RequestError, RunError, StorageError, storage_outage
 from pipeline.files import FULL, replacing, write_synced
 from pipeline.lazy import part
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
-from pipeline.record.lock import Lock
 
 _KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "mirror.json", "index")  # held locks, the mirror's, the data's
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
@@ -40,13 +39,9 @@ class RunFolder:
         self.sync_log = path / "sync.log"
         self.mirror = path / "mirror.json"
         """Identifies this folder to the lease of its mirror."""
-        make_lock, sending = part("lock"), path / "mlflow.lock"
-        self.lock: Lock = make_lock(
-            path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir"
-        )
-        self.sender_lock: Lock = make_lock(
-            sending, f"{sending}", "it sends the whole journal to MLflow, wait for it"
-        )
+        lock, sending = part("lock"), path / "mlflow.lock"
+        self.lock = lock(path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir")
+        self.sender_lock = lock(sending, str(sending), "it sends the whole journal to MLflow, wait for it")
         self._is_new = False
 
     def nearest_existing(self) -> Path:
@@ -129,7 +124,7 @@ class RunFolder:
             yield temporary
             self.check_ours()
 
-    def write(self, path: Path, data: bytes) -> None:
+    def write(self, path: Path, data: bytes | memoryview) -> None:
         """Replace a file of the folder by `data`, completely or not at all. Raises OSError."""
         with self.replacing(path) as temporary:
             write_synced(temporary, data)

@@ -101,19 +101,6 @@ class JsonLines:
         return None
 
 
-class Trace:
-    """The writer of `trace.jsonl`: the sample ids of each update, and a digest of its batch."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        """Open the file and cut off the rows after `step`: these updates are made again."""
-        ends = [end for row, end in read(path) if row.get("step", 0) <= step]
-        self._lines = JsonLines(path, ends[-1] if ends else 0)
-
-    def append(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
-        # an error is not logged: the journal is on the same disk and logs its own
-        self._lines.append({"step": step, "epoch": epoch, "ids": ids, "batch_sha256": batch_sha256})
-
-
 class Journal:
     """The writer of a run's journal."""
 

@@ -5,7 +5,6 @@ import shutil
 import sys
 import time
 
-from pipeline.errors import BadImage
 from pipeline.streams import QUIET
 
 _LOG_EVERY_S = 10
@@ -13,9 +12,10 @@ _ERASED = "\r\x1b[K"
 
 
 class Terminal:
-    """The output of rank 0."""
+    """The output of rank 0. Of other ranks, the command line alone prints errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shown: bool = True) -> None:
+        self._is_shown = is_shown
         self._is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._has_live_line = False
         self._last_progress = time.monotonic()
@@ -26,19 +26,10 @@ class Terminal:
 
     def show(self, text: str) -> None:
         """Print lines without the time. All output but the live line goes through here."""
+        if not self._is_shown:
+            return
         print(f"{_ERASED if self._has_live_line else ''}{text}", file=sys.stderr, flush=True)
         self._has_live_line = False
-
-    def log_summary(self, rows: dict[str, str]) -> None:
-        """Print a table of names and values."""
-        width = max(map(len, rows))
-        for name, text in rows.items():
-            self.log(f"  {name:<{width}}  {text}")
-
-    def log_bad_images(self, bad_images: list[BadImage]) -> None:
-        """Name each validation image that could not be decoded."""
-        for bad in bad_images:
-            self.log(f"bad image {bad.name}: {bad.reason}; it counts as a wrong prediction")
 
     def progress(self, *parts: str) -> None:
         """Replace the live line on a terminal; otherwise print a line at most every ten seconds.
@@ -46,23 +37,13 @@ class Terminal:
         parts: the most important first. A narrow terminal cuts the last ones off.
         """
         text = "  ".join(parts)
-        if self._is_live:
+        if self._is_live and self._is_shown:
             text = text[: _columns() - 1]  # a line that wraps cannot be erased
             print(f"{_ERASED}{text}", end="", file=sys.stderr, flush=True)
             self._has_live_line = True
         elif time.monotonic() - self._last_progress >= _LOG_EVERY_S:
             self._last_progress = time.monotonic()
             self.log(text)
-
-
-class NullTerminal(Terminal):
-    """No output: on other ranks, and with --quiet. The command line still prints errors."""
-
-    def show(self, text: str) -> None:
-        pass
-
-    def progress(self, *parts: str) -> None:
-        pass
 
 
 def _columns() -> int:
@@ -73,8 +54,12 @@ def _columns() -> int:
         return shutil.get_terminal_size().columns
 
 
+SILENT = Terminal(is_shown=False)
+
+
 def make_terminal(*, is_main: bool) -> Terminal:
-    return Terminal() if is_main and not os.environ.get(QUIET) else NullTerminal()
+    """Return the terminal of a rank: --quiet and ranks other than 0 show nothing."""
+    return Terminal() if is_main and not os.environ.get(QUIET) else SILENT
 
 
 def format_duration(seconds: float) -> str:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 
 LOSS_UNIT = 2**20
 """Losses are summed as integers in units of 2^-20: the sum is the same in any order."""
+CONFIDENCE_UNIT = 2**30
+"""Confidences are multiples of 2^-30, so that they are summed as integers, too."""
+NO_PREDICTION = -1
+"""The predicted class of an image whose logits are not finite."""
 MAX_LOSS = 2**16
 """The most that an image's loss counts in a sum: 2^26 images then stay below 2^63 units."""
 
@@ -56,21 +60,6 @@ class Evaluation:
             "top1_plain": None if self.correct1_plain is None else self.correct1_plain / self.images,
         }  # fmt: skip
         return {name: value for name, value in named.items() if value is not None and math.isfinite(value)}
-
-    @property
-    def line(self) -> str:
-        """The figures, for the terminal."""
-        figures = {"loss": math.nan} | self.figures
-        names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
-        shown = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
-        line = f"top-1 {self.top1:.4f}, top-5 {self.top5:.4f}, {', '.join(shown)}"
-        line += f", {self.images} of {self.total} images"
-        if self.not_finite:
-            line += (
-                f"; the logits of {self.not_finite} of {self.images} images are not finite: they count as"
-                " wrong, and this model is never the best; lower optimizer.lr or set train.clip"
-            )
-        return line
 
     def done_line(self, epoch: int, weights: str) -> str:
         """Return the result line. weights: `sha256:` and the digits."""

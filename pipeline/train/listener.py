@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import BadImage
-from pipeline.record.predictions import Predictions
 from pipeline.train.evaluation import Evaluation
 
 
@@ -41,7 +40,7 @@ class Evaluated:
     """An evaluation of the model."""
 
     evaluation: Evaluation
-    predictions: Predictions
+    predictions: Any  # `addons.report.predictions`
     bad_images: list[BadImage]
     row: dict[str, Any] = field(default_factory=dict)  # of the receipt
     is_best: bool = False

@@ -12,14 +12,11 @@ from dataclasses import replace
 
 from pipeline.data.batch import Batch
 from pipeline.errors import BadImage, NotFiniteError, RunError, StorageError, TemporaryError
-from pipeline.guards.divergence import DivergenceWatch
 from pipeline.lazy import part
-from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, CheckpointWriter, all_finite
-from pipeline.train.evaluate import Evaluator
+from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Evaluated, Update
-from pipeline.train.metrics import Metrics
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
@@ -35,11 +32,12 @@ class Trainer:
         self.job, self.process, self.state, self.records = job, process, state, records
         config, plan, strategy = job.config, job.plan, state.strategy
         self.step = Step(config, plan, state, process.timer)
-        self.stragglers = part("straggler watch")(strategy, process.terminal.log)
-        self.metrics = Metrics(config, plan, process, self.stragglers)
-        self.divergence = DivergenceWatch(strategy, plan)
+        self.metrics = part("metrics")(job, process, strategy)
+        self.divergence = part("divergence watch")(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
-        self.evaluator = Evaluator(state.eval_model, job.source.val, config, plan, process.group, predict)
+        self.evaluator = part("evaluator")(
+            state.eval_model, job.source.val, config, plan, process.group, predict
+        )
 
 
 def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
@@ -95,7 +93,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     """
     state, plan = trainer.state, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer
-    trainer.stragglers.begin_step()
+    trainer.metrics.begin_step()
     loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
     used = trainer.step.used
     with timer.charge("communication"):
@@ -137,7 +135,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
         step = state.confirm_step()
         trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
         state.strategy.broadcast_buffers(state.eval_model)
-        result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
+        result: Evaluated | None = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
             return None
         is_best = state.add_evaluation(result.evaluation)
@@ -174,7 +172,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         writer.wait()  # for the save before this one: there is one at a time
         if writer.should_give_up:
             often = f"saves failed {MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
-            refusal = _lost(trainer, writer, f"{often}, step {step} is lost")
+            refusal = writer.error(f"{often}, step {step} is lost")
     group.raise_together(refusal)
     # all processes: a sharded state is gathered here
     contents = state.to_dict(group.all_reduce(state.totals))
@@ -187,7 +185,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         if is_last:
             writer.wait()
         if is_last and writer.failures:
-            failure = _lost(trainer, writer, f"the last checkpoint, of step {step}, could not be saved")
+            failure = writer.error(f"the last checkpoint, of step {step}, could not be saved")
             if is_stopping and not writer.is_folder_removed:
                 unsaved = (
                     f"step {step} could not be saved, the same command resumes from the newest checkpoint"
@@ -195,13 +193,6 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
                 failure = TemporaryError("asked to stop", unsaved)
     if is_last:
         group.raise_together(failure)
-
-
-def _lost(trainer: Trainer, writer: CheckpointWriter, problem: str) -> StorageError:
-    if writer.is_folder_removed:
-        removed = f"run.dir={trainer.job.folder.path} was removed or renamed during the run"
-        return StorageError(f"{removed}: {problem}", "leave a run's folder where it is until the run ends")
-    return StorageError(problem, "free disk space")
 
 
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:

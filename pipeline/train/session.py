@@ -37,7 +37,7 @@ from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process, Settled
 from pipeline.train.listener import End, Mirror
 from pipeline.train.loop import Trainer, train
-from pipeline.train.records import Records, describe_result, open_records
+from pipeline.train.records import Records, open_records
 from pipeline.train.resume import resume
 from pipeline.train.state import TrainState
 from pipeline.train.step import warm_up
@@ -167,8 +167,6 @@ def finish(trainer: Trainer, evaluation: Evaluation) -> str:
         terminal.log("another process was lost after the last step: the run is finished all the same")
     for listener in trainer.records.listeners:  # the other ranks leave meanwhile, and free their GPUs
         listener.closed(end)
-    if trainer.records.listeners:
-        terminal.log_summary(describe_result(job, end, trainer.records.mirror))
     return line
 
 

@@ -69,8 +69,8 @@ GUARDS = (
     ),
     Guard(
         "fsync of a checkpoint before it is renamed",
-        "pipeline/record/checkpoint.py",
-        "                os.fsync(file.fileno())\n",
+        "pipeline/files.py",
+        "        os.fsync(file.fileno())\n",
         "",
         "tests/test_checkpoint.py::test_a_checkpoint_is_synced_before_it_is_renamed",
     ),

@@ -16,8 +16,7 @@ from pathlib import Path
 from pipeline.addons.datasets.pack import REQUEST
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
-from pipeline.files import atomic_write, lock, replacing, temporary_sibling
-from pipeline.record.lock import has_name
+from pipeline.files import atomic_write, has_name, lock, replacing, temporary_sibling
 
 _LOCK = ".lock"
 _LOCK_TIMEOUT_S = 5

@@ -48,9 +48,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pipeline.addons.deploy.local_rendezvous import LocalRendezvous, OpenRendezvous
 from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
+from pipeline.addons.ops.streams import tolerate_failures
 from pipeline.errors import OK, RequestError, TemporaryError
 from pipeline.guards.signals import is_hangup_ignored
-from pipeline.streams import tolerate_failures
 
 _BEAT_S = 1.0
 _CONNECT_S = 10.0

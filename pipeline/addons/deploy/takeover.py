@@ -1,4 +1,7 @@
-"""A lock that shows if its holder is alive, and can be taken over from one that is not.
+"""The lock of a run's folder, which can be taken over from a holder that is frozen.
+
+It is a POSIX record lock (`fcntl.lockf`): the kernel drops it when its holder dies, however that
+happens, and forked loader workers do not inherit it. A start that finds it held exits with code 75.
 
 A frozen process (SIGSTOP, a cgroup's freezer) keeps its lock, and so does the NFS client of a
 machine without power until the server's lease ends. So the holder refreshes the file's time every
@@ -14,14 +17,15 @@ import contextlib
 import errno
 import os
 import shutil
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
-from pipeline.errors import TemporaryError
+from pipeline.errors import RequestError, TemporaryError
+from pipeline.files import has_name, lock
 from pipeline.record.folder import RunFolder
-from pipeline.record.lock import Lock, has_name, try_lock, write_holder
 from pipeline.streams import log
 
 REFRESH_S = 5
@@ -29,39 +33,55 @@ STALE_S = 60
 """Seconds without a refresh after which a lock may be taken over."""
 
 
-class RefreshedLock(Lock):
-    """A lock whose holder refreshes it, and exits once another process has it."""
+class Lock:
+    """A lock file, held by this process, or by the one on whose behalf it writes."""
 
     def __init__(self, path: Path, subject: str, remedy: str) -> None:
-        super().__init__(path, subject, remedy)
+        """subject: what the holder holds. remedy: what to do while it does. Both for messages."""
+        self.path, self.subject, self.remedy = path, subject, remedy
+        self._descriptor: int | None = None
         self._content: bytes | None = None
         """The file's contents as long as nobody else takes the lock."""
-        self._refreshed_at = (0.0, 0.0)
         self._dropped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, patience_s: float) -> bool:
-        """Take the lock; return True if it was taken over from a holder that is frozen."""
+        """Take the lock; return True if it was taken over from a holder that is frozen.
+
+        Makes the folder. Raises TemporaryError if another process holds the lock for `patience_s`
+        seconds, RequestError if there are no locks, OSError if the file cannot be written.
+        """
         is_taken_over = False
         try:
-            super().take(patience_s)
+            self._descriptor = self._open_locked(patience_s)
         except TemporaryError as held:
-            self.descriptor, is_taken_over = self._take_over(held), True
-        assert self.descriptor is not None
-        self._content, self._refreshed_at = os.pread(self.descriptor, 1 << 16, 0), _read_clocks()
+            self._descriptor, is_taken_over = self._take_over(held), True
+        self._content = os.pread(self._descriptor, 1 << 16, 0)
         self._dropped.clear()
         self._thread = threading.Thread(target=self._refresh, name="lock", daemon=True)
         self._thread.start()
         return is_taken_over
 
     def drop(self) -> None:
+        """Drop the lock if this process holds it."""
         if self._thread:
             self._dropped.set()
             self._thread.join()
             self._content = self._thread = None
-        super().drop()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def is_held(self) -> bool:
+        """Return True if another process holds the lock, False also if there are no locks here."""
+        try:
+            with open(self.path, "r+b", buffering=0) as file:
+                return not lock(file.fileno(), 0)
+        except OSError:
+            return False
 
     def join_holder(self) -> None:
+        """Remember the process that holds the lock now: this process writes on its behalf."""
         self._content = self._read() or None
 
     def is_ours(self) -> bool:
@@ -73,11 +93,9 @@ class RefreshedLock(Lock):
         if self._content is None:
             return True
         try:
-            if self.descriptor is None:
+            if self._descriptor is None:
                 return self.path.read_bytes() == self._content
-            # a process that was frozen asks the server: an NFS client may have old attributes
-            age_s = max(now - then for now, then in zip(_read_clocks(), self._refreshed_at, strict=True))
-            if age_s > 2 * REFRESH_S and not self._touch():
+            if not self._touch():  # asks the server: an NFS client may have old attributes
                 return False
             named = os.stat(self.path)
         except FileNotFoundError:
@@ -85,22 +103,43 @@ class RefreshedLock(Lock):
         except OSError:
             return False
         try:  # not by opening the file: closing that descriptor would drop the lock
-            held = os.fstat(self.descriptor)
-            has_content = os.pread(self.descriptor, len(self._content) + 1, 0) == self._content
+            held = os.fstat(self._descriptor)
+            has_content = os.pread(self._descriptor, len(self._content) + 1, 0) == self._content
         except OSError:  # the NFS server has given the lock away (EIO) or has no such file any more (ESTALE)
             return False
         return has_content and held.st_nlink > 0 and os.path.samestat(named, held)
 
     def check(self) -> None:
+        """End this process with exit code 75 if another one has taken the lock from its holder."""
         if not self.is_ours():
             # the holder may open the file here: it exits, so it need not keep the lock
             is_other = self._read() not in (b"", self._content)
-            problem = (
-                f" was taken over by {self.holder()}" if is_other else ": its lock was lost or cannot be read"
-            )
+            lost = ": its lock was lost or cannot be read"
+            problem = f" was taken over by {self._holder()}" if is_other else lost
             line = f"{self.subject}{problem}: this process writes nothing more and exits"
             print(f"pipeline: {line}", file=sys.stderr, flush=True)
             os._exit(TemporaryError.code)
+
+    def _open_locked(self, patience_s: float) -> int:
+        """Return a descriptor of the file, locked and with this process's name."""
+        while True:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # a start that fails may remove it meanwhile
+            with contextlib.ExitStack() as undo:
+                descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                undo.callback(os.close, descriptor)
+                try:
+                    is_locked = lock(descriptor, patience_s)
+                except OSError as error:
+                    raise RequestError(
+                        f"run.dir={self.path.parent} cannot be locked: {error.strerror}",
+                        "give a folder on a file system with locks (NFS 4, CephFS, Lustre, a local disk)",
+                    ) from None
+                if not is_locked:
+                    raise TemporaryError(f"{self.subject} is held by {self._holder()}", self.remedy)
+                if has_name(descriptor, self.path):  # else it was removed or replaced meanwhile
+                    _write_holder(descriptor)
+                    undo.pop_all()
+                    return descriptor
 
     def _take_over(self, held: TemporaryError) -> int:
         """Replace the file of a lock that is not refreshed, and return a locked descriptor.
@@ -114,15 +153,15 @@ class RefreshedLock(Lock):
             try:
                 descriptor = os.open(candidate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 undo.callback(os.close, descriptor)
-                if not (try_lock(candidate, descriptor, 0) and has_name(descriptor, candidate)):
+                if not (lock(descriptor, 0) and has_name(descriptor, candidate)):
                     raise held
                 undo.callback(candidate.unlink, missing_ok=True)
-                holder = self.holder()
+                holder = self._holder()
                 os.utime(descriptor)
                 age_s = max(0, round(os.fstat(descriptor).st_mtime - os.stat(self.path).st_mtime))
                 if age_s < STALE_S:
                     raise TemporaryError(f"{held.problem}, last refreshed {age_s} s ago", self.remedy)
-                write_holder(descriptor)
+                _write_holder(descriptor)
                 os.rename(candidate, self.path)
             except OSError as error:  # a full disk, for example
                 raise TemporaryError(held.problem, f"{self.remedy} ({error.strerror})") from None
@@ -137,19 +176,31 @@ class RefreshedLock(Lock):
 
     def _touch(self) -> bool:
         """Refresh the lock; return False if an NFS server says that its file has been replaced."""
-        assert self.descriptor is not None
-        now = _read_clocks()
+        assert self._descriptor is not None
         try:
-            os.utime(self.descriptor)  # not by name: that may be another process's file by now
+            os.utime(self._descriptor)  # not by name: that may be another process's file by now
         except OSError as error:
             return error.errno != errno.ESTALE
-        self._refreshed_at = now
         return True
+
+    def _holder(self) -> str:
+        """Return the holder's name, for messages. The holder itself must not call it."""
+        # closing a descriptor of the file drops a lock of this process (POSIX)
+        line = self._read().partition(b"\n")[0].decode(errors="replace").strip()
+        return line or "another process"
 
     def _read(self) -> bytes:
         with contextlib.suppress(OSError):
             return self.path.read_bytes()
         return b""
+
+
+def _write_holder(descriptor: int) -> None:
+    """Write who holds the lock into its file."""
+    name = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{name}\n".encode(), 0)
+    os.utime(descriptor)
 
 
 def part_from_former_holder(folder: RunFolder) -> None:
@@ -165,12 +216,3 @@ def part_from_former_holder(folder: RunFolder) -> None:
                 shutil.copyfile(path, temporary)
                 with open(temporary, "rb") as copy:
                     os.fsync(copy.fileno())
-
-
-def _read_clocks() -> tuple[float, float]:
-    """Return the seconds of a clock that advances while the machine sleeps, and of the wall clock.
-
-    Both stand still while a hypervisor pauses a virtual machine. The wall clock shows the pause
-    once it is corrected, for example by NTP.
-    """
-    return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()

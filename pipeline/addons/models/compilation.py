@@ -1,22 +1,36 @@
-"""Decide if a compilation repays, and tell a model that cannot be compiled from a bad machine."""
+"""torch.compile: decide if a model is compiled, and tell one that cannot be from a bad machine.
 
+torch is imported where it is used: the plan is made without it.
+"""
+
+import os
 import re
+import shutil
+import sysconfig
 import time
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
+from pipeline.config.schema import Config
+from pipeline.config.sections import Train
 from pipeline.errors import RequestError, one_line
-from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
+from pipeline.machine import has_gpu
 from pipeline.plan import Plan
+from pipeline.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeline.group import Group
 
 _COST_S, _SAVED = 60, 0.15
 """Seconds of a compilation for each image size; share of a pass that it saves (estimates)."""
 
+_RECOMPILES_PER_SIZE = 8  # torch's own limit, which torch 2.14 applies to all sizes together
 _FAULTS = (OSError, MemoryError, BrokenExecutor)
 # a compiler's worker process reports its errors as text
 _FAULTS_IN_TEXT = re.compile(
@@ -25,13 +39,79 @@ _FAULTS_IN_TEXT = re.compile(
 )
 
 
+def compilation(config: Config, world: World) -> tuple[bool, str]:
+    """Return True if the model is compiled, and the reason."""
+    mode, missing, has_gpu = config.train.compile, missing_to_compile(), world.uses_gpu(config.run.device)
+    syncs = config.model.batchnorm == "sync" and world.size > 1
+    if mode == "off":
+        return False, "train.compile=off"
+    if mode != "auto":
+        # no CUDA graphs with DDP: torch cuts its graphs at the buckets, where CUDA graphs were
+        # skipped (pytorch#139207) or crashed (pytorch#128218)
+        needs_one_gpu = mode == "reduce-overhead" and not (has_gpu and world.size == 1)
+        needs = "model.batchnorm=local or average" if syncs else missing
+        needs = "one process with a GPU" if needs_one_gpu else needs
+        if needs:
+            raise RequestError(f"train.compile={mode} needs {needs}", "add it, or set train.compile=auto")
+        return True, f"train.compile={mode}"
+    reasons_not_to = {
+        "model.batchnorm=sync splits the compiled graph in each layer": syncs,
+        f"parallel={config.parallel} runs parts of a model, which are not compiled": config.parallel != "ddp",
+        "no GPU; train.compile=on compiles for the CPU": not has_gpu,
+        "the run is deterministic, and compiled kernels may change bits": config.is_deterministic_on_gpus,
+        f"torch.compile needs {missing}, which is missing": missing,
+    }
+    reason = next((reason for reason, holds in reasons_not_to.items() if holds), "")
+    return not reason, reason or "there is a GPU, unless timed passes say that it does not repay"
+
+
+def missing_to_compile() -> str:
+    """Return a missing prerequisite of torch.compile, or ""."""
+    # Triton needs a C compiler, Inductor on a CPU one for C++
+    variable, *names = ("CC", "gcc", "clang") if has_gpu() else ("CXX", "g++", "clang++")
+    if not any(shutil.which(name) for name in (os.environ.get(variable, names[0]), *names)):
+        return f"a compiler ({names[0]}, or {variable} in the environment)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"Python's headers ({header})"
+
+
+def compiled_model(
+    module: "nn.Module", options: Train, plan: Plan, world: World
+) -> "Callable[[Tensor], Tensor]":
+    """Return `module`, to be compiled at its first call with each image size."""
+    import torch
+    from torch._dynamo import config  # takes a second to import
+    from torch._inductor import config as inductor
+
+    # above its limit torch runs a size uncompiled, and a resumed run would compile other sizes
+    limit = _RECOMPILES_PER_SIZE * len(plan.image_sizes)
+    config.recompile_limit = max(config.recompile_limit, limit)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
+        share = max(1, world.cpus // world.local_size)
+        inductor.compile_threads = min(inductor.compile_threads or 1, share)
+    return torch.compile(module, dynamic=False, mode=compile_mode(options))
+
+
+def compile_mode(options: Train) -> str | None:
+    """Return the mode of torch.compile that train.compile asks for.
+
+    With CUDA graphs (reduce-overhead), logits and gradients lie in the graphs' memory, which the
+    next pass overwrites. So there is one pass per update, which ends by freeing its gradients.
+    """
+    return options.compile if options.compile == "reduce-overhead" else None
+
+
 def compile_if_it_repays(
-    plan: Plan, group: Group, model: nn.Module, run_pass: Callable[[], None], log: Callable[[str], None]
+    plan: Plan, group: "Group", model: "nn.Module", run_pass: Callable[[], None], log: Callable[[str], None]
 ) -> Plan:
     """Return the plan. It no longer compiles if passes, which are timed on a GPU, say so.
 
     All processes decide the same, by the slowest of them.
     """
+    import torch
+
     buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
     times = []
     for _ in range(5):

@@ -7,10 +7,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline import machine, portable
+from pipeline import machine
 from pipeline.addons.deploy.processes import start_processes
 from pipeline.addons.models.inputs import check_target, for_evaluation
 from pipeline.addons.models.validation import open_validation
+from pipeline.addons.ops import portable
 from pipeline.config.load import MAX_YAML_BYTES, from_yaml
 from pipeline.errors import RequestError
 from pipeline.files import read_limited
@@ -37,11 +38,12 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         portable.prepare(from_yaml(text, str(folder.config), overrides), here)
 
     with freeze_imports():
+        from pipeline.addons.models.evaluator import Evaluator
+        from pipeline.addons.ops.progress import log_evaluation
         from pipeline.model.trained import eval_model, eval_weights
         from pipeline.model.weights import weights_digest
         from pipeline.operate.start import broadcast_source, join
         from pipeline.record import checkpoint, checkpoint_files
-        from pipeline.train.evaluate import Evaluator
 
         part("picture")  # before loader workers are forked
 
@@ -61,10 +63,9 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     evaluator = Evaluator(model, source.val, config, divide_resources(config, here), group)
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
-    terminal.log_bad_images(result.bad_images)
     balanced = f"balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f}"
     classes = f"{result.evaluation.classes} of {len(source.classes)} classes"
-    terminal.log(f"validation: {result.evaluation.line}, {balanced} over {classes}")
+    log_evaluation("validation", result, terminal, f", {balanced} over {classes}")
     group.shutdown()
     weights = f"sha256:{weights_digest(eval_weights(contents))}"
     return result.evaluation.done_line(contents["epoch"], weights)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.addons.models.archive import check_archive
 from pipeline.errors import RequestError, StorageError, one_line
-from pipeline.record.checkpoint import check_unpacked_size
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         else:
             data = path.read_bytes()
             if data.startswith(b"PK"):  # torch's format before 1.6 is no archive
-                check_unpacked_size(data)
+                check_archive(data)
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         for name in ("state_dict", "model", "model_state_dict"):
             if isinstance(found.get(name), dict):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.addons.models import pretrained
+from pipeline.addons.models.timm_optimizers import check_optimizer_exists
 from pipeline.addons.shard.fsdp import check_can_shard
 from pipeline.addons.shard.partition import split_into_stages
 from pipeline.config.schema import Config
@@ -15,7 +16,7 @@ from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, list_first, one_line
 from pipeline.model.architectures import build, meta_model
 from pipeline.plan import Plan
-from pipeline.train.optimizer import check_optimizer_exists, parameter_groups
+from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
 
 # Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its

@@ -1,4 +1,7 @@
-"""The provenance of a run: commit, image, packages, machine. No run depends on these facts."""
+"""The provenance of a run: commit, image, packages, machine. No run depends on these facts.
+
+They are the tags of a run: the journal records them at each start.
+"""
 
 import getpass
 import hashlib
@@ -10,12 +13,38 @@ import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pipeline import __version__
 from pipeline.config.trust import is_function
 from pipeline.device import driver_version
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import run_id
+from pipeline.train.job import Job
+
+
+def facts(job: Job, resumed_from: Path | None, device: torch.device) -> dict[str, Any]:
+    """Return the tags of a run: what it is made of, on which machine."""
+    config, plan = job.config, job.plan
+    known = {"recipe": config.recipe}
+    if config.changes:
+        known["changes"] = config.changes
+    if resumed_from and not job.folder.contains(resumed_from):  # continues another run
+        other = RunFolder(resumed_from.parent.parent)
+        if resumed_from.parent == other.checkpoints and (origin := run_id(other.journal)):
+            known["continues"] = origin
+    return {
+        **known,
+        "world": plan.world,
+        "processes_a_node": plan.local_world,
+        "threads": plan.threads,
+        **({"portable": "yes" if plan.is_portable else plan.portable_reason} if plan.portable_reason else {}),
+        "epochs": config.train.epochs,
+        "data": job.source.digest,
+        **provenance(config.recipe, config.model.arch, device),
+    }
 
 
 def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:

@@ -15,8 +15,9 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.addons.report.predictions import Predictions
 from pipeline.record.folder import RunFolder
-from pipeline.record.predictions import NO_PREDICTION, Predictions
+from pipeline.train.evaluation import NO_PREDICTION
 
 AUGMENTED_FILE = "augmented.npz"
 _MAX_BYTES = 256 << 20

@@ -19,7 +19,7 @@ from pipeline.addons.report.evaluations import SavedEvaluation
 from pipeline.errors import one_line
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.predictions import CONFIDENCE_UNIT
+from pipeline.train.evaluation import CONFIDENCE_UNIT
 
 _CURVES = (("loss", "loss"), ("top-1 accuracy", "top1"), ("learning rate", "lr"))
 """(title, metric) of each plot: train/METRIC and val/METRIC."""

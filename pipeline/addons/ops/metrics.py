@@ -9,28 +9,28 @@ import os
 import resource
 import time
 from collections import defaultdict
-from typing import Any
 
 import torch
 
-from pipeline.config.schema import Config
+from pipeline.addons.ops.mfu import MfuMeter
+from pipeline.addons.ops.stragglers import StragglerWatch
 from pipeline.files import is_bucket
 from pipeline.lazy import part
-from pipeline.plan import Plan
+from pipeline.parallel.strategy import Strategy
 from pipeline.timing import ENTRIES
 from pipeline.train.evaluation import LOSS_UNIT
-from pipeline.train.job import Process
+from pipeline.train.job import Job, Process
 from pipeline.train.state import TrainState
 
 
 class Metrics:
     """Computes the metrics of training. All processes call it together."""
 
-    def __init__(self, config: Config, plan: Plan, process: Process, stragglers: Any) -> None:
-        self._plan, self._group, self._timer = plan, process.group, process.timer
-        self._stragglers = stragglers
-        self._mfu = part("mfu meter")(config, plan, process.group)
-        self._pop_failed_reads = part("failed reads") if is_bucket(config.data.root) else list
+    def __init__(self, job: Job, process: Process, strategy: Strategy) -> None:
+        self._plan, self._group, self._timer = job.plan, process.group, process.timer
+        self._stragglers = StragglerWatch(strategy, process.terminal.log)
+        self._mfu = MfuMeter(job.config, job.plan, process.group)
+        self._pop_failed_reads = part("failed reads") if is_bucket(job.config.data.root) else list
         self._has_new_steps = False
         self._timer.pop()  # the time before this is not training
         self.restart_window()
@@ -39,6 +39,10 @@ class Metrics:
         """Begin a new window: the time until now, of an evaluation say, is not that of steps."""
         self._start, self._waited, self._steps = time.perf_counter(), self._timer.waited_for_data(), 0
         self._cpu = sum(os.times()[:2])
+
+    def begin_step(self) -> None:
+        """Start to measure a step. Called before its passes."""
+        self._stragglers.begin_step()
 
     def after_update(self, state: TrainState) -> dict[str, float]:
         """Return the metrics of the steps since the last report, or {} if none is due."""

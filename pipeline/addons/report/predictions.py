@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-CONFIDENCE_UNIT = 2**30
-"""Confidences are multiples of 2^-30, so that they are summed as integers."""
+from pipeline.train.evaluation import CONFIDENCE_UNIT
+
 _CALIBRATION_BINS = 15
 _MAX_RECALLS = 100
 """Classes up to which each has a metric of its own; more would bury the others in MLflow."""
-NO_PREDICTION = -1
-"""The predicted class of an image whose logits are not finite."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeline.addons.datasets.resident_limits import validation_bytes
+from pipeline.addons.report.predictions import Predictions
 from pipeline.config.schema import Config
 from pipeline.data.augment import evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch
@@ -29,13 +31,11 @@ from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.transfer import to_device
 from pipeline.errors import BadImage
 from pipeline.group import Group
-from pipeline.lazy import part
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
-from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
-from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.train.evaluation import CONFIDENCE_UNIT, LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
 
 _IMAGE_LOSS_UNIT = 2**40
@@ -63,7 +63,7 @@ class Evaluator:
         self._config, self._resources, self._group = config, resources, group
         # of a small set, the batches of the first evaluation serve the later ones
         self._kept: list[Batch] = []
-        self._keeps = part("validation bytes")(config, len(images), group.size, group.device.type) > 0
+        self._keeps = validation_bytes(config, len(images), group.size, group.device.type) > 0
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
 
     def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:

@@ -1,0 +1,78 @@
+"""The rows of a run's journal: those from which all other records can be made again."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import BadImage
+from pipeline.record.journal import Journal, events
+from pipeline.supervision import launch_id
+from pipeline.train.job import Job
+from pipeline.train.listener import End, Evaluated, Listener, Mirror, Start, Update
+
+
+class ToJournal(Listener):
+    """Writes the rows from which the other records can be made again."""
+
+    def __init__(self, job: Job, start: Start, mirror: Mirror | None, log: Callable[[str], None]) -> None:
+        self._job, self._folder, self._mirror = job, job.folder, mirror
+        self._worlds = [event["tags"]["world"] for event in events(job.folder.journal, "started")]
+        self._journal = Journal(job.folder.journal, log, start.step if start.evaluated else start.step - 1)
+
+    def started(self, start: Start) -> None:
+        world = self._job.plan.world
+        if self._worlds and self._worlds[-1] != world:
+            self._event("resized", step=start.step, processes=world, before=self._worlds[-1])
+        self._event(
+            "started",
+            step=start.step,
+            resumed=start.checkpoint is not None,
+            checkpoint=start.checkpoint.name if start.checkpoint else None,
+            launch=launch_id(),
+            resume=self._job.config.run.resume,
+            tags=start.facts,
+        )
+        if start.evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
+            self._event("evaluated", **start.evaluated)
+
+    def found(self, bad_images: list[BadImage]) -> None:
+        for bad in bad_images:
+            self._event("bad image", id=bad.id, file=bad.name, defect=bad.reason)
+
+    def stepped(self, update: Update) -> None:
+        if update.metrics:
+            self.measured(update.step, update.metrics)
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        self._folder.check_ours()
+        self._journal.log_metrics(step, metrics)
+
+    def evaluated(self, result: Evaluated) -> None:
+        evaluation = result.evaluation
+        recalls = result.predictions.recalls(self._job.source.classes)
+        figures = {"top1": evaluation.top1, "top5": evaluation.top5, "images": float(evaluation.images)}
+        figures |= evaluation.figures
+        self.measured(evaluation.step, {f"val/recall/{name}": value for name, value in recalls.items()})
+        self.measured(evaluation.step, {f"val/{name}": value for name, value in figures.items()})
+        self._event("evaluated", **result.row)
+
+    def saved(self, checkpoint: Path) -> None:
+        self._log_mirror()
+        self._event("saved", checkpoint=checkpoint.name)
+
+    def ended(self, end: End) -> None:
+        self._log_mirror()
+        path = end.best and self._folder.checkpoint_of_step(end.best.step)
+        best = {"step": end.best.step, "file": path.name} if end.best and path else None
+        self._event("ended", status=end.status, step=end.step, line=end.line, best=best)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        self._folder.check_ours()
+        self._journal.log_event(name, **fields)
+
+    def _log_mirror(self) -> None:
+        """Record what the mirror's thread has done since the last call."""
+        while self._mirror and self._mirror.failures:
+            self._event("mirror failed", reason=self._mirror.failures.pop(0))
+        while self._mirror and self._mirror.uploaded:
+            self._event("mirrored", checkpoint=self._mirror.uploaded.pop(0))

@@ -1,0 +1,106 @@
+"""The lines of a run for people: its progress, its validations, and what it leaves behind."""
+
+import math
+import os
+import shlex
+import time
+
+from pipeline.config.credentials import without_password
+from pipeline.errors import BadImage
+from pipeline.lazy import part
+from pipeline.record.terminal import Terminal, format_duration
+from pipeline.supervision import process_stat
+from pipeline.train.evaluation import Evaluation
+from pipeline.train.job import Job
+from pipeline.train.listener import End, Evaluated, Listener, Mirror, Update
+
+
+class ToTerminal(Listener):
+    """Shows progress, validations and bad images, and at the end where the results are."""
+
+    def __init__(self, job: Job, mirror: Mirror | None, terminal: Terminal) -> None:
+        self._job, self._mirror, self._terminal = job, mirror, terminal
+        self._is_first_step = True
+
+    def found(self, bad_images: list[BadImage]) -> None:
+        for bad in bad_images:
+            self._terminal.log(f"bad image {bad.name}: {bad.reason}; another image takes its place")
+
+    def stepped(self, update: Update) -> None:
+        if self._is_first_step:
+            self._is_first_step = False
+            started = int(process_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
+            seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started  # imports included
+            self._terminal.log(f"first step done {seconds:.1f} s after the start")
+        if update.metrics:
+            self._show_progress(update)
+
+    def evaluated(self, result: Evaluated) -> None:
+        note = " (best)" if result.is_best else ""
+        log_evaluation(f"validation at step {result.evaluation.step:,}", result, self._terminal, note)
+
+    def closed(self, end: End) -> None:
+        if end.is_finished:
+            rows = describe_result(self._job, end, self._mirror)
+            width = max(map(len, rows))
+            for name, text in rows.items():
+                self._terminal.log(f"  {name:<{width}}  {text}")
+
+    def _show_progress(self, update: Update) -> None:
+        plan, step, metrics = self._job.plan, update.step, update.metrics
+        epochs = math.ceil(plan.last_step / plan.steps_per_epoch)
+        seconds_left = (plan.last_step - step) * metrics["time/step_ms"] / 1000
+        parts = [
+            f"{step / plan.last_step:4.0%}",
+            f"epoch {update.epoch + 1}/{epochs}",
+            f"step {step:,}/{plan.last_step:,}",
+            f"loss {metrics['train/loss']:.4f}",
+            f"{format_duration(seconds_left)} left",
+            "" if update.best_top1 is None else f"best top-1 {update.best_top1:.4f}",
+            f"{metrics['time/images_per_s']:,.0f} images/s",
+            f"lr {metrics['train/lr']:.3g}",
+            f"waiting for data {metrics['time/waiting_for_data']:.0%}",
+        ]
+        self._terminal.progress(*filter(None, parts))
+
+
+def log_evaluation(title: str, result: Evaluated, terminal: Terminal, note: str) -> None:
+    """Show the figures of an evaluation, and name the images that could not be decoded."""
+    for bad in result.bad_images:
+        terminal.log(f"bad image {bad.name}: {bad.reason}; it counts as a wrong prediction")
+    terminal.log(f"{title}: {describe_evaluation(result.evaluation)}{note}")
+
+
+def describe_evaluation(found: Evaluation) -> str:
+    """Return the figures of an evaluation as a line."""
+    figures = {"loss": math.nan} | found.figures
+    names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
+    shown = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
+    line = f"top-1 {found.top1:.4f}, top-5 {found.top5:.4f}, {', '.join(shown)}"
+    line += f", {found.images} of {found.total} images"
+    if found.not_finite:
+        line += (
+            f"; the logits of {found.not_finite} of {found.images} images are not finite: they count as"
+            " wrong, and this model is never the best; lower optimizer.lr or set train.clip"
+        )
+    return line
+
+
+def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]:
+    """Return the last lines of a finished run, by name."""
+    config, folder, best = job.config, job.folder, end.best
+    file = best and folder.checkpoint_of_step(best.step)
+    rows = {}
+    if best is None:
+        rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
+    elif file:
+        rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}: {file}"
+    if config.track.report:
+        rows["report"] = str(folder.report / "index.html")
+    uri = part("tracking uri")(config, folder)
+    rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
+    if mirror:
+        rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"
+    flag = " --best" if best and file and best.step != end.step else ""
+    rows["use it"] = f"pipeline predict {shlex.quote(str(folder.path))}{flag} IMAGE ..."
+    return rows
