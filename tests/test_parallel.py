@@ -17,7 +17,7 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
-from pipeline.addons.ops.plan_table import memory_row
+from pipeline.addons.ops.plan_table import describe_memory
 from pipeline.addons.shard.dataparallel import AutocastModel, DataParallelStrategy
 from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
@@ -123,7 +123,7 @@ def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
 
 def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
     config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=2)
-    row = memory_row(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))
+    row = describe_memory(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))
     assert "of which a process has about 1/2 = 6.0 MiB" in row
     assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
 

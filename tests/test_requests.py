@@ -11,7 +11,7 @@ import pytest
 from harness import SMALL, Job, Result, environment, free_port, pipeline, quick
 from place import Place
 
-from pipeline.addons.ops.model import check_shapes
+from pipeline.addons.ops.model import check_passes
 from pipeline.cli.main import main
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError
@@ -183,8 +183,8 @@ def test_shapes_that_a_network_cannot_take_are_refused() -> None:
         with pytest.raises(
             RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"
         ):
-            check_shapes(Model(arch=arch), 10, batch, [32], 32)
-    check_shapes(Model(arch="swin_t"), 10, 8, [32], 32)
+            check_passes(Model(arch=arch), 10, batch, [32], 32)
+    check_passes(Model(arch="swin_t"), 10, 8, [32], 32)
 
 
 def test_a_path_on_the_command_line_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,11 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
         print(
             f"repeating {run_dir} from step {start:,} to {last:,} in {repeated}", file=sys.stderr, flush=True
         )
-        _repeat(config, run.starts[-1], Path(scratch) / "recipe.yaml")
+        _repeat(config, run.receipt["starts"][-1], Path(scratch) / "recipe.yaml")
         new = Run.read(repeated)
-        if new.starts[0]["step"] != start:
+        if new.receipt["starts"][0]["step"] != start:
             raise RequestError(
-                f"the repetition started at step {new.starts[0]['step']} and not at step {start}"
+                f"the repetition started at step {new.receipt['starts'][0]['step']} and not at step {start}"
             )
         result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
@@ -93,7 +93,7 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
             if part.get(name) != starts[0].get(name):
                 values = f"from {one_line(starts[0].get(name))} to {one_line(part.get(name))}"
                 raise RequestError(f"{refused} in one piece: {name} changed {values} at step {part['step']}")
-    if run.starts[-1].get("device_type") == "cuda" and not machine.has_gpu():
+    if run.receipt["starts"][-1].get("device_type") == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     source = sources.open_source(config)
     if source.digest != run.receipt["data"]:
