@@ -55,7 +55,7 @@ PARTS = {
     "check target": "pipeline.addons.models.inputs:check_target",
     "evaluation images": "pipeline.addons.models.validation:open_validation",
     "explain shortage": "pipeline.addons.models.memory:explain_shortage",
-    "fit passes": "pipeline.addons.models.memory:fit_model",
+    "fit passes": "pipeline.addons.models.memory:fit_passes",
     "freeze": "pipeline.addons.models.pretrained:freeze",
     "load first weights": "pipeline.addons.models.pretrained:load_pretrained",
     # operation

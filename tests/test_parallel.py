@@ -239,6 +239,17 @@ def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: Group) -> No
     assert all(param.grad is not None for param in strategy.model.parameters())
 
 
+def test_a_changed_average_is_evaluated_as_it_is_now_and_not_as_it_was_gathered(group: Group) -> None:
+    strategy = make_fsdp(group, "model.arch=shufflenet_v2_x0_5", "train.ema=0.9")
+    average, images = strategy.make_ema().eval(), torch.randn(4, 3, 32, 32)
+    predict = strategy.make_predictor(average)
+    before = predict(images)
+    with torch.no_grad():
+        for parameter in average.fc.parameters():  # type: ignore[union-attr]
+            parameter.mul_(0.5)
+    assert torch.allclose(predict(images), 0.5 * before)
+
+
 def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(digits: Path, group: Group) -> None:
     words = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "optimizer.name=adamw")
     trainer = make_trainer(digits, *words)
