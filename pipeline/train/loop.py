@@ -36,8 +36,8 @@ class Trainer:
         self.job, self.process, self.state, self.records = job, process, state, records
         config, plan, strategy = job.config, job.plan, state.strategy
         self.step = Step(config, plan, state, process.timer)
-        self.stragglers = part("straggler watch")(strategy, process.terminal.log)
-        self.metrics = Metrics(config, plan, process, self.stragglers)
+        stragglers = part("straggler watch")(strategy, process.timer, process.terminal.log)
+        self.metrics = Metrics(config, plan, process, stragglers)
         self.divergence = DivergenceWatch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
         self.evaluator = Evaluator(state.eval_model, job.source.val, config, plan, process.group, predict)
@@ -96,7 +96,6 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     """
     state, plan = trainer.state, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer
-    trainer.stragglers.begin_step()
     loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
     used = trainer.step.used
     with timer.charge("communication"):
