@@ -1,7 +1,6 @@
 """The doctor names each injected fault with its remedy before anything starts."""
 
 import json
-import pickle
 import re
 import resource
 import shutil
@@ -30,7 +29,7 @@ from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan, request_digest
-from pipeline.record.failure import load_failure, save_failure
+from pipeline.record.failure import save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -289,15 +288,3 @@ def test_a_store_out_of_reach_is_temporary(tmp_path: Path, digits: Path) -> None
     result = run_doctor(tmp_path, digits, "checkpoint.mirror=s3://bucket/run", **secret, **nowhere)
     assert (result.code, "the store is out of reach (s3://bucket/run/" in result.error) == (75, True)
     assert "not-to-be-shown" not in result.out + result.err
-
-
-def test_no_message_is_taken_apart_again(tmp_path: Path) -> None:
-    """The parts of an error arrive as they were raised, whatever a path in them holds."""
-    error = errors.StorageError("run.dir=/a: set b cannot be\nwritten: x", "make room: really")
-    save_failure(tmp_path, error, "request")
-    for again in (pickle.loads(pickle.dumps(error)), load_failure(tmp_path, "request")):
-        assert type(again) is errors.StorageError
-        assert (again.problem, again.remedy) == (
-            "run.dir=/a: set b cannot be written: x",
-            "make room: really",
-        )

@@ -18,7 +18,7 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.ops.plan_table import describe_memory
-from pipeline.addons.shard.dataparallel import AutocastModel, DataParallelStrategy
+from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.load import load
@@ -155,17 +155,6 @@ def test_a_replica_in_its_own_thread_has_the_precision_of_training() -> None:
         thread.start()
         thread.join()
     assert found == {True: torch.float16, False: torch.float32}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, torch moves the model to it")
-def test_dataparallel_does_not_search_for_algorithms_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    config = load("digits", ["parallel=dataparallel"])
-    plan = make_plan(config, World(), DataSize(960, 96, 10))
-    group = Group(World(), torch.device("cuda"))  # without a GPU, torch runs the model as it is
-    strategy = DataParallelStrategy(config, plan, nn.Conv2d(3, 4, 3), group)
-    strategy.forward(torch.randn(2, 3, 8, 8))
-    assert not torch.backends.cudnn.benchmark
 
 
 SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {

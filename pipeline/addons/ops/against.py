@@ -13,7 +13,8 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.addons.models.inputs import check_run_folder
-from pipeline.addons.ops.compare import CAUSES, Run, changed_facts
+from pipeline.addons.ops.compare import CAUSES, changed_facts
+from pipeline.addons.ops.run import Run
 from pipeline.config.load import training_keys
 from pipeline.errors import RequestError, list_first, printable_line
 

@@ -11,20 +11,12 @@ pixels change the weights at the next evaluation.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline.addons.models.inputs import check_run_folder
-from pipeline.addons.ops.published import read_receipt
-from pipeline.config.load import from_yaml
-from pipeline.config.schema import Config
+from pipeline.addons.ops.run import Run
 from pipeline.errors import count_of, one_line
-from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
-from pipeline.record.folder import RunFolder
+from pipeline.record.checkpoint_files import list_checkpoints, read_verified
 
 _DESCRIBES_MACHINE = {
     "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason",
@@ -37,45 +29,6 @@ CAUSES = (
     "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda",
     "cudnn", "nccl", "driver", "python", "world", "portable", "threads", "device_type", "device",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """The receipt and the folder of a run."""
-
-    receipt: dict[str, Any]
-    folder: RunFolder
-
-    @classmethod
-    def read(cls, path: Path) -> "Run":
-        """Return the run in a folder. Raises RequestError if there is no readable receipt."""
-        check_run_folder(path)
-        return cls(read_receipt(RunFolder(path)), RunFolder(path))
-
-    @property
-    def rows(self) -> dict[int, dict[str, Any]]:
-        """Evaluations by step, in ascending order."""
-        return {row["step"]: row for row in sorted(self.receipt["evaluations"], key=itemgetter("step"))}
-
-    def config(self, changes: list[str] | None = None) -> Config:
-        """Return the configuration in the receipt, with `changes`. Raises RequestError."""
-        text = yaml.safe_dump(self.receipt["config"], allow_unicode=True)
-        return from_yaml(text, f"the receipt of {self.folder.path}", changes)
-
-    def starts_after(self, step: int) -> list[dict[str, Any]]:
-        """Return the starts that trained the steps after `step`; [] if the run began later."""
-        starts: list[dict[str, Any]] = self.receipt["starts"]
-        before = [start for start in starts if start["step"] <= step]
-        return before[-1:] + starts[len(before) :] if before else []
-
-    def checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints by step: the newest if there are several of one step."""
-        return {step_of(path): path for path in reversed(list_checkpoints(self.folder.checkpoints))}
-
-    def facts(self, name: str) -> str:
-        """Return what the starts say of a version, a device and so on."""
-        said = {one_line(start.get(name, "unknown"), 100) for start in self.receipt["starts"]}
-        return " or ".join(sorted(said))
 
 
 def compare(old: Run, new: Run, start: int, last: int) -> str:

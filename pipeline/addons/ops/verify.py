@@ -21,7 +21,8 @@ from typing import Any
 
 from pipeline import errors, machine
 from pipeline.addons.models.trust import check_is_trusted, check_place_is_trusted
-from pipeline.addons.ops.compare import Run, compare
+from pipeline.addons.ops.compare import compare
+from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
@@ -109,10 +110,10 @@ def _last_comparable_step(run: Run, start: int, steps: int | None) -> int:
     comparable = [step for step in later if steps is None or step <= steps]
     if not comparable:
         where = f"after step {start}" + (f" up to step {steps}" if steps else "")
-        problem = (
-            f"the run in {run.folder.path} has no evaluation or checkpoint {where}: nothing can be compared"
+        raise RequestError(
+            f"the run in {run.folder.path} has no evaluation or checkpoint {where}: nothing can be compared",
+            f"the next one is of step {min(later)}" if later else "",
         )
-        raise RequestError(problem, f"the next one is of step {min(later)}" if later else "")
     return max(comparable)
 
 
