@@ -1,6 +1,7 @@
 """A run as its receipt describes it, for `pipeline verify`. Anybody may have written it."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,7 +70,7 @@ class Run:
             raise RequestError(f"{path} has no readable receipt of format 1 ({reason})", remedy) from None
         return cls(receipt, folder)
 
-    @property
+    @cached_property
     def rows(self) -> dict[int, dict[str, Any]]:
         """Evaluations by step, in ascending order."""
         return {row["step"]: row for row in sorted(self.receipt["evaluations"], key=itemgetter("step"))}
