@@ -36,7 +36,7 @@ from loop import DEFAULTS, Setup, make_update, plain_step, prepare, synchronize,
 from rounds import TurnError, row, run_script
 
 from pipeline.addons.models.compilation import missing_to_compile
-from pipeline.addons.models.memory import fit_model, is_out_of_memory, make_try_pass
+from pipeline.addons.models.memory import fit_passes, is_out_of_memory, try_pass
 from pipeline.addons.ops.provenance import provenance
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
@@ -202,7 +202,7 @@ class Anatomy:
         most = sizes[fitting - 1] if fitting else 1
         torch.cuda.set_per_process_memory_fraction(min(1.0, 0.7 * images / most))
         log: list[str] = []
-        fit_model(self.setup.config, self.setup.plan, self.setup.group, self._model(), log.append)
+        fit_passes(self.setup.config, self.setup.plan, self.setup.group, self._model(), log.append)
         return f"{most} images; with memory for {0.7 * images:.0f}: {log}"
 
     def _model(self) -> torch.nn.Module:
@@ -210,11 +210,11 @@ class Anatomy:
 
     def _make_trial(self) -> Callable[[int], str]:
         """Return a function that tries a pass of so many images; it returns the error or ""."""
-        try_pass = make_try_pass(self._model(), self.setup.config, self.setup.plan, self.device)
+        model = self._model()
 
         def error_of(images: int) -> str:
             try:
-                try_pass(images)
+                try_pass(self.setup.config, self.setup.plan, model, images)
             except Exception as error:
                 known = "" if is_out_of_memory(error) else "not recognised: "
                 return f"{known}{type(error).__name__} ({one_line(error, 60)})"

@@ -51,7 +51,7 @@ PARTS = {
     "check archive": "pipeline.addons.models.archive:check_archive",
     "evaluator": "pipeline.addons.models.evaluator:Evaluator",
     "explain shortage": "pipeline.addons.models.memory:explain_shortage",
-    "fit passes": "pipeline.addons.models.memory:fit_model",
+    "fit passes": "pipeline.addons.models.memory:fit_passes",
     "freeze": "pipeline.addons.models.pretrained:freeze",
     "lamb optimizer": "pipeline.addons.models.timm_optimizers:make_lamb",
     "muon optimizer": "pipeline.addons.models.timm_optimizers:make_muon",

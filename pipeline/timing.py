@@ -54,6 +54,6 @@ class StepTimer:
         self._popped = dict(self.seconds)
         return spent
 
-    def waited_for_data(self) -> float:
-        """Return the seconds since the timer was made in which training waited for data."""
-        return self.seconds["data"]
+    def spent_on(self, *entries: Entry) -> float:
+        """Return the seconds since the timer was made that are charged to these entries."""
+        return sum(self.seconds[entry] for entry in entries)

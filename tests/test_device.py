@@ -15,12 +15,10 @@ import torch.distributed as dist
 from harness import environment, free_port
 
 from pipeline import device, machine
-from pipeline.addons.ops.model import check_gradients_are_deterministic, check_model_builds
+from pipeline.addons.ops.model import check_model_builds
 from pipeline.config.load import load
-from pipeline.config.sections import Model
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
-from pipeline.model.architectures import meta_model
 from pipeline.operate import request
 from pipeline.operate.start import form_group
 from pipeline.plan import DataSize
@@ -122,7 +120,7 @@ def test_a_layer_without_a_deterministic_gradient_is_refused_on_a_gpu(
 
 @pytest.mark.parametrize("arch", ["resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t"])
 def test_other_models_have_deterministic_gradients(arch: str) -> None:
-    check_gradients_are_deterministic(meta_model(Model(arch=arch), 10), arch, 2, 224)
+    assert refuse_gradients(arch, DETERMINISTIC, size=224) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The doctor names each injected fault with its remedy before anything starts."""
 
 import json
-import pickle
 import re
 import resource
 import shutil
@@ -30,7 +29,7 @@ from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan, request_digest
-from pipeline.record.failure import load_failure, save_failure
+from pipeline.record.failure import save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -101,7 +100,7 @@ def test_a_node_runs_only_the_checks_of_a_node(
     assert result.code == 0, result.err
     found = findings(result)
     assert "6 processes on 3 nodes" in found["plan"]["line"]
-    assert "localhost is 127.0.0.1" in found["names"]["line"]
+    assert found["names"]["line"].endswith(" and localhost resolve")
     assert not found.keys() & {"CPUs", "memory", "disk space", "all-reduce"}
     monkeypatch.setattr(doctor, "_NAMES_TIMEOUT_S", 1)
     with pytest.raises(errors.TemporaryError, match=r"no-such-node\.invalid does not resolve"):
@@ -289,15 +288,3 @@ def test_a_store_out_of_reach_is_temporary(tmp_path: Path, digits: Path) -> None
     result = run_doctor(tmp_path, digits, "checkpoint.mirror=s3://bucket/run", **secret, **nowhere)
     assert (result.code, "the store is out of reach (s3://bucket/run/" in result.error) == (75, True)
     assert "not-to-be-shown" not in result.out + result.err
-
-
-def test_no_message_is_taken_apart_again(tmp_path: Path) -> None:
-    """The parts of an error arrive as they were raised, whatever a path in them holds."""
-    error = errors.StorageError("run.dir=/a: set b cannot be\nwritten: x", "make room: really")
-    save_failure(tmp_path, error, "request")
-    for again in (pickle.loads(pickle.dumps(error)), load_failure(tmp_path, "request")):
-        assert type(again) is errors.StorageError
-        assert (again.problem, again.remedy) == (
-            "run.dir=/a: set b cannot be written: x",
-            "make room: really",
-        )

@@ -3,13 +3,15 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from harness import SMALL, Job
 
-from pipeline.addons.models.memory import fit_passes, make_try_pass
+from pipeline.addons.models.memory import fit_passes, try_pass
 from pipeline.config.load import load
+from pipeline.config.schema import Config
 from pipeline.data.order import Order
 from pipeline.errors import RequestError
 from pipeline.group import Group
@@ -47,12 +49,13 @@ def fit(
     tried: list[int] = []
     lines: list[str] = []
 
-    def try_pass(images: int) -> None:
+    def attempt(_config: Config, _plan: Plan, _model: torch.nn.Module, images: int) -> None:
         tried.append(images)
         if images > limit:
             raise error
 
-    fits = fit_passes(config, plan, GroupOfTwo(other_limit, tried), try_pass, lines.append)
+    with patch("pipeline.addons.models.memory.try_pass", attempt):
+        fits = fit_passes(config, plan, GroupOfTwo(other_limit, tried), torch.nn.Identity(), lines.append)
     return plan, fits, tried, lines
 
 
@@ -129,6 +132,6 @@ def test_a_trial_pass_holds_back_what_several_processes_need_and_leaves_no_gradi
     monkeypatch.setattr(torch, "empty", lambda size, **_: held.append(size))
     for world in (World(), World(size=2, local_size=2)):
         plan = make_plan(config, world, DataSize(1437, 360, 10))
-        make_try_pass(model, config, plan, torch.device("cpu"))(2)
+        try_pass(config, plan, model, 2)
         assert all(param.grad is None for param in model.parameters())
     assert held[1] - held[0] == 2**30 + 4 * sum(param.numel() for param in model.parameters())

@@ -17,7 +17,7 @@ from torchvision import models
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models import pretrained
-from pipeline.addons.ops.model import check_model_builds, check_shapes
+from pipeline.addons.ops.model import check_model_builds, check_passes
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError
@@ -297,7 +297,7 @@ def test_wrong_models_are_refused_in_one_line(package: Path, monkeypatch: pytest
     }.items():
         config = load("digits", ["data.root=x", *f"model.arch={words}".split()])
         with pytest.raises(RequestError) as refusal:
-            check_shapes(config.model, 10, 4, [32], 32)
+            check_passes(config.model, 10, 4, [32], 32)
         assert "\n" not in str(refusal.value)
         assert says in str(refusal.value)
 

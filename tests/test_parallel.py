@@ -17,8 +17,8 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
-from pipeline.addons.ops.plan_table import memory_row
-from pipeline.addons.shard.dataparallel import AutocastModel, DataParallelStrategy
+from pipeline.addons.ops.plan_table import describe_memory
+from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.load import load
@@ -122,7 +122,7 @@ def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
 
 def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
     config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=2)
-    row = memory_row(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))
+    row = describe_memory(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))
     assert "of which a process has about 1/2 = 6.0 MiB" in row
     assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
 
@@ -154,17 +154,6 @@ def test_a_replica_in_its_own_thread_has_the_precision_of_training() -> None:
         thread.start()
         thread.join()
     assert found == {True: torch.float16, False: torch.float32}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, torch moves the model to it")
-def test_dataparallel_does_not_search_for_algorithms_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    config = load("digits", ["parallel=dataparallel"])
-    plan = make_plan(config, World(), DataSize(960, 96, 10))
-    group = Group(World(), torch.device("cuda"))  # without a GPU, torch runs the model as it is
-    strategy = DataParallelStrategy(config, plan, nn.Conv2d(3, 4, 3), group)
-    strategy.forward(torch.randn(2, 3, 8, 8))
-    assert not torch.backends.cudnn.benchmark
 
 
 SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -236,6 +225,18 @@ def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: Group) -> No
     with strategy.gradient_sync(0):
         strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
     assert all(param.grad is not None for param in strategy.model.parameters())
+
+
+def test_a_changed_average_is_evaluated_as_it_is_now_and_not_as_it_was_gathered(group: Group) -> None:
+    strategy = make_fsdp(group, "model.arch=shufflenet_v2_x0_5", "train.ema=0.9")
+    average, images = strategy.make_ema().eval(), torch.randn(4, 3, 32, 32)
+    shards = list(average.fc.parameters())  # type: ignore[union-attr]
+    predict = strategy.make_predictor(average)
+    before = predict(images)
+    with torch.no_grad():
+        for shard in shards:
+            shard.mul_(0.5)
+    assert torch.allclose(predict(images), 0.5 * before)
 
 
 def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(digits: Path, group: Group) -> None:

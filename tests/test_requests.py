@@ -11,7 +11,7 @@ import pytest
 from harness import SMALL, Job, environment, free_port, pipeline, quick
 from place import Place
 
-from pipeline.addons.ops.model import check_shapes
+from pipeline.addons.ops.model import check_passes
 from pipeline.cli.main import main
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError
@@ -109,5 +109,5 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
 def test_shapes_that_a_network_cannot_take_are_refused() -> None:
     for arch, batch in (("resnet18", 1), ("inception_v3", 8)):  # too few values, too small an image
         with pytest.raises(RequestError, match=f"{arch} .* {batch} .*augment.size"):
-            check_shapes(Model(arch=arch), 10, batch, [32], 32)
-    check_shapes(Model(arch="swin_t"), 10, 8, [32], 32)
+            check_passes(Model(arch=arch), 10, batch, [32], 32)
+    check_passes(Model(arch="swin_t"), 10, 8, [32], 32)

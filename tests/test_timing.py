@@ -165,7 +165,7 @@ def test_a_gpu_waits_for_data_only_while_it_is_idle(
     timer.pop()
     gpu.train(timer, 200, loader_ms)
     gpu.host = gpu.device
-    wall, reported = gpu.host / 1000, timer.waited_for_data()
+    wall, reported = gpu.host / 1000, timer.spent_on("data")
     assert reported / wall == pytest.approx(waits, abs=0.01)
     with timer.charge("validation"):
         gpu.host += 5000

@@ -15,9 +15,9 @@ from pipeline import machine
 from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
-from pipeline.addons.ops.compare import Run, compare
-from pipeline.addons.ops.published import read_receipt
+from pipeline.addons.ops.compare import compare
 from pipeline.addons.ops.receipt import Receipt, make_receipt
+from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
@@ -391,7 +391,7 @@ def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
     for change in MALFORMED:
         edit_receipt(copy, change)
         with pytest.raises(RequestError, match="has no readable receipt"):
-            read_receipt(RunFolder(copy))
+            Run.read(copy)
         (copy / "receipt.json").write_text(saved)
     edit_receipt(copy, in_row(map="\x1b" * 10_000))
     result = printable_line(compared(copy, repetition))
@@ -400,7 +400,7 @@ def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
     assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
     (copy / "receipt.json").write_text("[" * 200_000)
     assert verify(copy).error.startswith(f"{copy} has no readable receipt"), "as a command it is one line"
-    monkeypatch.setattr("pipeline.addons.ops.published._MAX_BYTES", 1 << 10)
+    monkeypatch.setattr("pipeline.addons.ops.run._MAX_BYTES", 1 << 10)
     assert "larger than" in refused(copy, None)
 
 

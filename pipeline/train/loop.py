@@ -93,7 +93,6 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     """
     state, plan = trainer.state, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer
-    trainer.metrics.begin_step()
     loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
     used = trainer.step.used
     with timer.charge("communication"):

@@ -86,10 +86,10 @@ class Walk:
     def images(self, folder: bytes, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[bytes, int]]:
         """Yield (name below the root, bytes) of each image in `folder` and the folders in it.
 
-        above: the device and inode of each folder that holds `folder`.
+        above: the device and inode of each folder that holds `folder`, b"" for the root.
         """
         path = os.path.join(self._base, folder)
-        if not above:
+        if folder and not above:
             above = (_identity(os.stat(self._base)), _identity(os.stat(os.path.dirname(path))))
         status = os.stat(path)
         if _identity(status) in above:

@@ -201,7 +201,7 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
     )  # fmt: skip
     if config.data.source not in ("digits", "synthetic"):  # its size is known in the cluster only
         divide_batch(config, world.size)
-        check_model_exists(config, num_classes=1000)
+        check_model_exists(config.model, num_classes=1000)
         return
     size = data_size(config)
     plan = make_plan(config, world, size)

@@ -42,19 +42,13 @@ def explain_shortage(error: Exception, config: Config, plan: Plan) -> RequestErr
     return RequestError(problem, f"raise {key}, which is {plan.accumulate * processes}")
 
 
-def fit_model(config: Config, plan: Plan, group: Group, model: nn.Module, log: Callable[[str], None]) -> Plan:
-    """Return the plan with as many passes a step as the memory needs, see `fit_passes`."""
-    return fit_passes(config, plan, group, make_try_pass(model, config, plan, group.device), log)
-
-
 def fit_passes(
-    config: Config, plan: Plan, group: Group, try_pass: Callable[[int], None], log: Callable[[str], None]
+    config: Config, plan: Plan, group: Group, model: nn.Module, log: Callable[[str], None]
 ) -> Plan:
     """Return the plan with as many passes a step as the memory needs.
 
-    try_pass: runs a pass of the given number of images in this process; raises an error for which
-    `is_out_of_memory` holds if they are too many. Raises RequestError if no pass fits, or if the
-    run cannot have more: a deterministic one, or one with CUDA graphs.
+    Raises RequestError if no pass fits, or if the run cannot have more: a deterministic one, or one
+    with CUDA graphs.
     """
     images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
     shortage = f"a pass of {plan.micro_batch} images does not fit into the memory of {group.device}"
@@ -63,7 +57,7 @@ def fit_passes(
         if images % (accumulate * unit):
             continue
         try:
-            try_pass(images // accumulate)
+            try_pass(config, plan, model, images // accumulate)
             is_too_large = False
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -87,34 +81,27 @@ def fit_passes(
     raise RequestError(f"{shortage}, nor does one of {unit}{reason}", remedy).collective()
 
 
-def make_try_pass(
-    model: nn.Module, config: Config, plan: Plan, device: torch.device
-) -> Callable[[int], None]:
-    """Return a function that tries a pass of so many images, with room for all else on the device.
+def try_pass(config: Config, plan: Plan, model: nn.Module, images: int) -> None:
+    """Run a pass of so many images, with room for all else on the device of the model.
 
     That is moments, EMA and resident images. With several processes also what NCCL needs, and the
-    gradients' second buckets, which DDP makes.
+    gradients' second buckets, which DDP makes. Raises an error for which `is_out_of_memory` holds
+    if the images are too many.
     """
-    is_alone = plan.world == 1
+    device, is_alone = next(model.parameters()).device, plan.world == 1
     copies = config.optimizer.moments + (1 if config.train.ema is not None else 0) + (0 if is_alone else 1)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    normalise = Normalise(device, channels_last=config.model.channels_last)
-
-    def try_pass(images: int) -> None:
-        buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
-        num_bytes = 4 * copies * parameters + (0 if is_alone else _NCCL_BYTES)
-        num_bytes += resident_bytes(config, plan, device.type)
-        held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        blank = torch.zeros((images, 3, plan.image_size, plan.image_size), dtype=torch.uint8)
-        try:
-            with autocast(device, config.train.precision):
-                logits = model(normalise(blank))
-            logits.float().sum().backward()
-        finally:
-            del held
-            model.zero_grad()
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-            torch.cuda.empty_cache()
-
-    return try_pass
+    num_bytes = 4 * copies * sum(parameter.numel() for parameter in model.parameters())
+    num_bytes += resident_bytes(config, plan, device.type) + (0 if is_alone else _NCCL_BYTES)
+    buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
+    held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    blank = torch.zeros((images, 3, plan.image_size, plan.image_size), dtype=torch.uint8)
+    try:
+        with autocast(device, config.train.precision):
+            logits = model(Normalise(device, channels_last=config.model.channels_last)(blank))
+        logits.float().sum().backward()
+    finally:
+        del held
+        model.zero_grad()
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        torch.cuda.empty_cache()

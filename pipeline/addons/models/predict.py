@@ -8,7 +8,6 @@ named and skipped.
 """
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -19,15 +18,15 @@ from typing import Any
 import torch
 
 from pipeline import launcher
+from pipeline.addons.datasets.folders import Walk
 from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
-from pipeline.addons.datasets.names import HIDDEN, is_hidden, is_image, why_ignored
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.device import choose_device
-from pipeline.errors import NotFiniteError, RequestError, StorageError, printable_name
+from pipeline.errors import RequestError, StorageError, printable_name
 from pipeline.model.trained import eval_model
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
@@ -42,8 +41,7 @@ _MACHINE_OVERRIDES = ["run.device=auto", "data.workers=auto"]
 def predict(target: str, paths: list[str], *, as_json: bool) -> str:
     """Run `pipeline predict`; return the predictions as a table, or as JSON.
 
-    Raises StorageError if no image can be decoded, NotFiniteError if all logits are NaN or
-    infinite.
+    Raises StorageError if no image has a prediction.
     """
     terminal = Terminal()
     images, left_out = _list_images(paths)
@@ -58,11 +56,9 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
         else:
             tops.append((image, top))
         terminal.progress(f"{len(tops) + len(bad):,} of {len(images):,} images")
-    if not tops and any(defect == _NOT_FINITE for _, defect in bad):
-        raise NotFiniteError(f"the logits of {target} are not finite for any image: use another checkpoint")
     if not tops:
         image, defect = bad[0]
-        raise StorageError(f"none of {len(bad):,} images can be decoded ({image}: {defect})", "give others")
+        raise StorageError(f"none of {len(bad):,} images has a prediction ({image}: {defect})", "give others")
     for image, defect in bad:
         terminal.log(f"bad image {image}: {defect}")
     if as_json:
@@ -99,33 +95,31 @@ def _classify(
             shares, labels = found.topk(min(_TOP_K, len(classes)))
             defects = dict(batch.defects)
             for row, sample in enumerate(batch.ids.tolist()):
-                probabilities = shares[row].tolist()
-                defect = defects.get(sample, "" if math.isfinite(probabilities[0]) else _NOT_FINITE)
                 names = [classes[label] for label in labels[row].tolist()]
-                yield images.name(sample), defect, list(zip(names, probabilities, strict=True))
+                top = list(zip(names, shares[row].tolist(), strict=True))
+                defect = defects.get(sample, "" if shares[row].isfinite().all() else _NOT_FINITE)
+                yield images.name(sample), defect, top
 
 
 def _list_images(paths: list[str]) -> tuple[FolderImages, str]:
     """Return the given files and the images in the given folders, and what of those is left out."""
-    sizes: dict[str, int] = {}
+    sizes: dict[bytes, int] = {}
     ignored: Counter[str] = Counter()
     for path in paths:
-        found = [path] if not os.path.isdir(path) else []
-        for folder, folders, files in os.walk(path):
-            ignored.update(
-                why_ignored(os.fsencode(name)) for name in files if not is_image(os.fsencode(name))
-            )
-            found += [os.path.join(folder, name) for name in files if is_image(os.fsencode(name))]
-            hidden = [name for name in folders if is_hidden(os.fsencode(name))]
-            folders[:] = [name for name in folders if name not in hidden]
-            links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)  # which may lead back
-            ignored += Counter({HIDDEN: len(hidden), "behind a link": links})
-        sizes |= {name: os.path.getsize(name) if os.path.exists(name) else MISSING for name in found}
+        walk, base = Walk(Path(path)), os.fsencode(path)
+        try:
+            if os.path.isdir(path):
+                sizes |= {os.path.join(base, name): size for name, size in walk.images(b"")}
+            else:
+                sizes[base] = os.path.getsize(path) if os.path.exists(path) else MISSING
+        except OSError as error:
+            raise RequestError(f"{error.filename} cannot be read: {error.strerror}") from None
+        ignored += walk.ignored
     left_out = f"left out: {describe_ignored(ignored)}" if ignored else ""
     if not sizes:
         given = ", ".join(paths) + (f" ({left_out})" if left_out else "")
         raise RequestError(f"no image in {given}: give image files, or folders with images")
-    entries = [(os.fsencode(name), size, 0) for name, size in sizes.items()]
+    entries = [(name, size, 0) for name, size in sizes.items()]
     return FolderImages(Path(), Split.from_entries(entries)), left_out
 
 

@@ -8,17 +8,19 @@ Frozen modules have no gradient, no decay and no moment, and stay in evaluation 
 statistics that followed the new data would no longer match the frozen weights.
 """
 
+import io
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torchvision
 from torch import Tensor, nn
 
+from pipeline.addons.models.archive import check_archive
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
-from pipeline.addons.models.state_dict import read_state_dict
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
 from pipeline.group import Group
@@ -113,7 +115,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         )
         raise RequestError(f"model.init={init} does not exist", remedy)
     if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
-        return read_state_dict(Path(init))
+        return _read_state_dict(Path(init))
     try:
         path = checkpoint_files.find(Path(init))
     except StorageError as error:
@@ -137,6 +139,36 @@ def _published(arch: str, name: str) -> dict[str, Tensor]:
     except Exception as error:  # torch raises many types for a file that holds no weights
         problem = f"its file in torch's cache (TORCH_HOME) holds no weights ({one_line(error)})"
         raise StorageError(f"model.init={name}: {problem}", "remove it") from None
+    return weights
+
+
+def _read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that safetensors or torch.save wrote, by name.
+
+    A training program's dict around them (`state_dict`, `model`, `model_state_dict`) and DDP's
+    prefix are removed. Raises StorageError if the file holds no state dict.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found: Any = load_file(path)
+        else:
+            data = path.read_bytes()
+            if data.startswith(b"PK"):  # torch's format before 1.6 is no archive
+                check_archive(data)
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for name in ("state_dict", "model", "model_state_dict"):
+            if isinstance(found.get(name), dict):
+                found = found[name]
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        weights = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+        if not weights:
+            raise ValueError("it holds no tensors")
+    except ImportError:
+        raise RequestError(f"{path} needs safetensors", "pip install safetensors") from None
+    except Exception as error:  # torch and safetensors raise half a dozen kinds for what is not their own
+        raise StorageError(f"{path} is not a state dict: {one_line(error)}") from None
     return weights
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from pipeline import errors
 from pipeline.addons.models.inputs import check_run_folder
-from pipeline.addons.ops.compare import CAUSES, Run, changed_facts
+from pipeline.addons.ops.compare import CAUSES, changed_facts
 from pipeline.addons.ops.fixed_keys import training_keys
+from pipeline.addons.ops.run import Run
 from pipeline.errors import RequestError, list_first, printable_line
 
 _SAME, _EXPLAINED, _UNEXPLAINED = range(3)
@@ -64,10 +65,8 @@ def _compare(run: Run, other: Run, page: Path | None) -> tuple[int, str]:
     weights, stated = ({step: row["weights"] for step, row in found.rows.items()} for found in (run, other))
     place, common = other.folder.path, [step for step in weights if step in stated]
     if not common:
-        return (
-            _EXPLAINED,
-            f"no step has an evaluation in {run.folder.path} and in {place}: nothing can be compared",
-        )
+        nothing = "nothing can be compared"
+        return _EXPLAINED, f"no step has an evaluation in {run.folder.path} and in {place}: {nothing}"
     step = next((step for step in common if weights[step] != stated[step]), None)
     if step is None:
         digest = weights[common[-1]]
@@ -83,14 +82,13 @@ def _compare(run: Run, other: Run, page: Path | None) -> tuple[int, str]:
 
 def _causes(run: Run, other: Run) -> Iterator[str]:
     """Yield what explains other weights."""
-    config = run.config()
     is_portable = all(
-        (found.facts("portable"), found.facts("device_type")) == (["yes"], ["cpu"]) for found in (run, other)
+        (found.facts("portable"), found.facts("device_type")) == ("yes", "cpu") for found in (run, other)
     )
-    free = {"world"} if config.run.exact else set()
+    free = {"world"} if run.config().run.exact else set()
     free |= {"device"} if is_portable else set()
     if run.receipt["data"] != other.receipt["data"]:
         yield "the data is another"
     yield from changed_facts(run, other, [name for name in CAUSES if name not in free])
-    if not (config.is_deterministic or is_portable):
+    if not (run.config().is_deterministic or is_portable):
         yield "run.deterministic is false"

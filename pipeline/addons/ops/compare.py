@@ -11,20 +11,12 @@ pixels change the weights at the next evaluation.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pipeline.addons.models.inputs import check_run_folder
-from pipeline.addons.ops.published import read_receipt
-from pipeline.config.load import from_yaml
-from pipeline.config.schema import Config
+from pipeline.addons.ops.run import Run
 from pipeline.errors import count_of, one_line
-from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
-from pipeline.record.folder import RunFolder
+from pipeline.record.checkpoint_files import list_checkpoints, read_verified
 
 _DESCRIBES_MACHINE = {
     "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason",
@@ -38,75 +30,31 @@ CAUSES = (
     "cudnn", "nccl", "driver", "python", "world", "portable", "threads", "device_type", "device",
 )  # fmt: skip
 
-Digests = tuple[int, dict[str, str], dict[str, str]]
-"""A step, and a digest of each tensor of the run and of the repetition, by name."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """The receipt and the folder of a run."""
-
-    receipt: dict[str, Any]
-    folder: RunFolder
-
-    @classmethod
-    def read(cls, path: Path) -> "Run":
-        """Return the run in a folder. Raises RequestError if there is no readable receipt."""
-        check_run_folder(path)
-        return cls(read_receipt(RunFolder(path)), RunFolder(path))
-
-    @property
-    def rows(self) -> dict[int, dict[str, Any]]:
-        """Evaluations by step, in ascending order."""
-        return {
-            row["step"]: row for row in sorted(self.receipt["evaluations"], key=lambda row: int(row["step"]))
-        }
-
-    @property
-    def starts(self) -> list[dict[str, Any]]:
-        return list(self.receipt["starts"])
-
-    def config(self, changes: list[str] | None = None) -> Config:
-        """Return the configuration in the receipt, with `changes`. Raises RequestError."""
-        text = yaml.safe_dump(self.receipt["config"], allow_unicode=True)
-        return from_yaml(text, f"the receipt of {self.folder.path}", changes)
-
-    def starts_after(self, step: int) -> list[dict[str, Any]]:
-        """Return the starts that trained the steps after `step`; [] if the run began later."""
-        before = [start for start in self.starts if start["step"] <= step]
-        return before[-1:] + self.starts[len(before) :] if before else []
-
-    def checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints by step: the newest if there are several of one step."""
-        return {step_of(path): path for path in reversed(list_checkpoints(self.folder.checkpoints))}
-
-    def facts(self, name: str) -> list[str]:
-        """Return what the starts say of a version, a device and so on."""
-        return sorted({one_line(start.get(name, "unknown"), 100) for start in self.starts})
-
 
 def compare(old: Run, new: Run, start: int, last: int) -> str:
     """Compare the steps after `start` up to `last`; return "identical: …" or "differs: …"."""
-    rows = [row for step, row in old.rows.items() if start < step <= last and step in new.rows]
+    evaluated = [step for step in old.rows if start < step <= last and step in new.rows]
     files, new_files = old.checkpoints(), new.checkpoints()
-    steps = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
-    tensor = _first_tensor((step, _digests(files[step]), _digests(new_files[step])) for step in steps)
-    differences = [
-        *islice(_row_differences(old, new, start, last), 1),
-        *islice(_plan_differences(old, new, start, last), 1),
-        *tensor,
+    saved = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
+    tensor = _first_tensor((step, _digests(files[step]), _digests(new_files[step])) for step in saved)
+    found = [
+        next(_row_differences(old, new, start, last), ""),
+        next(_plan_differences(old, new, start, last), ""),
     ]
-    if differences:
-        differences += [] if tensor else _first_tensor(_checksums(rows, new))
+    if any(found) or tensor:
+        found.append(tensor or _first_tensor(_checksums(old, new, evaluated)))
         names = ["commit", "version", "image", *(name for name in CAUSES if name != "world")]
         causes = ", ".join(changed_facts(new, old, names))
-        cause = f"probable cause: {causes}" if causes else "no change of software, threads or device is known"
-        return f"differs: {'; '.join([*differences, cause])}"
+        found.append(
+            f"probable cause: {causes}" if causes else "no change of software, threads or device is known"
+        )
+        return f"differs: {'; '.join(filter(None, found))}"
     left_out = [str(step) for step in old.rows if start < step <= last and step not in new.rows]
     but = f" but for step {', '.join(left_out)}, which a restart may have added" if left_out else ""
     where = f"from step {start} to step {last}" if start else f"up to step {last}"
-    digest = f", weights={rows[-1]['weights']}" if rows else ""
-    result = f"{count_of(len(rows), 'evaluation')} and {count_of(len(steps), 'checkpoint')} {where}{digest}"
+    digest = f", weights={old.rows[evaluated[-1]]['weights']}" if evaluated else ""
+    counts = f"{count_of(len(evaluated), 'evaluation')} and {count_of(len(saved), 'checkpoint')}"
+    result = f"{counts} {where}{digest}"
     if start:
         result += f"; the steps up to {start} are trusted"
         result += "" if start in old.rows else f"; the receipt has no weights for step {start}"
@@ -116,20 +64,19 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
 def changed_facts(here: Run, there: Run, names: list[str]) -> Iterator[str]:
     """Yield those of the named facts of the starts that two runs differ in, as phrases."""
     for name in names:
-        now, then = (" or ".join(run.facts(name)) for run in (here, there))
-        if now != then:
-            yield f"{name} is {now} here and {then} there"
+        if here.facts(name) != there.facts(name):
+            yield f"{name} is {here.facts(name)} here and {there.facts(name)} there"
 
 
 def _row_differences(old: Run, new: Run, start: int, last: int) -> Iterator[str]:
     """Yield a description of each difference between the evaluations, by ascending step."""
-    restarts = {found["step"] for found in old.starts}
+    restarts = {found["step"] for found in old.receipt["starts"]}
     before = {step: row for step, row in old.rows.items() if start < step <= last}
     for step in sorted(before.keys() | {step for step in new.rows if step > start}):
         row, now = before.get(step), new.rows.get(step)
         if row and now:
             # a mean since the last report, which depends on where a run was interrupted or ended
-            is_other_mean = len(old.starts) > 1 or (step == last != old.receipt["plan"].get("last_step"))
+            is_other_mean = len(restarts) > 1 or (step == last != old.receipt["plan"].get("last_step"))
             is_free = {"train_loss"} if is_other_mean or "train_loss" not in now else set()
             is_free |= {"tensors"} - row.keys()  # a receipt of version 0.2
             names = [name for name in row | now if name not in is_free]
@@ -152,7 +99,9 @@ def _plan_differences(old: Run, new: Run, start: int, last_step: int) -> Iterato
     for part in starts:
         # in exact mode the number of processes may change
         names = [name for name in _FROM_START if name != "world" or part is starts[-1]]
-        yield from _differences(part, new.starts[-1], names, f"in the start at step {part['step']} ")
+        yield from _differences(
+            part, new.receipt["starts"][-1], names, f"in the start at step {part['step']} "
+        )
     if last_step == end and end in old.rows:
         yield from _differences(old.receipt, new.receipt, ["done"], "the result line ")
 
@@ -165,14 +114,17 @@ def _differences(before: dict[str, Any], now: dict[str, Any], names: list[str], 
             yield f"{where}{one_line(name, 100)} is {then} in the receipt and {value} now"
 
 
-def _first_tensor(digests: Iterator[Digests]) -> list[str]:
-    """Return the first tensor that differs, as a list of one phrase, or []."""
+def _first_tensor(digests: Iterator[tuple[int, dict[str, str], dict[str, str]]]) -> str:
+    """Return a phrase about the first tensor that differs, or "".
+
+    digests: a step, and the digest of each tensor by name, of the run and of the repetition.
+    """
     for step, old, new in digests:
         different = [name for name in old | new if old.get(name) != new.get(name)]
         if different:
             count = f"{len(different)} of {len(old | new)} differ"
-            return [f"at step {step} the first tensor to differ is {different[0]} ({count})"]
-    return []
+            return f"at step {step} the first tensor to differ is {different[0]} ({count})"
+    return ""
 
 
 def _digests(path: Path) -> dict[str, str]:
@@ -196,18 +148,14 @@ def _digests(path: Path) -> dict[str, str]:
     return found
 
 
-def _checksums(rows: list[dict[str, Any]], new: Run) -> Iterator[Digests]:
+def _checksums(old: Run, new: Run, steps: list[int]) -> Iterator[tuple[int, dict[str, str], dict[str, str]]]:
     """Yield the CRC-32 of each tensor by name, of evaluations that have them in both runs."""
     from pipeline.model.trained import eval_weights
     from pipeline.record.checkpoint import read_model
 
     names = list(eval_weights(read_model(list_checkpoints(new.folder.checkpoints)[0])))
-    for row in rows:
-        if "tensors" in row:
-            texts = (row["tensors"], new.rows[row["step"]]["tensors"])
-            old, now = (dict(zip(sorted(names), re.findall("." * 8, text), strict=False)) for text in texts)
-            yield (
-                row["step"],
-                {name: old.get(name, "") for name in names},
-                {name: now[name] for name in names},
-            )
+    for step in steps:
+        if "tensors" in old.rows[step]:
+            texts = (run.rows[step]["tensors"] for run in (old, new))
+            then, now = (dict(zip(sorted(names), re.findall("." * 8, text), strict=False)) for text in texts)
+            yield step, {name: then.get(name, "") for name in names}, {name: now[name] for name in names}

@@ -69,8 +69,7 @@ class Findings:
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
         self.rows: list[dict[str, object]] = []
-        self.error: RunError | None = None
-        """The most severe error that ends a start."""
+        self.error: RunError | None = None  # the most severe one that ends a start
 
     def check(
         self, name: str, check: Callable[[], T], text: Callable[[T], str] = str, *, is_warning: bool = False
@@ -79,18 +78,18 @@ class Findings:
 
         text: makes a line for the user of the result. is_warning: a failure ends no start.
         """
-        result = None
+        result, failure = None, None
         try:
             result = check()
-            row = {"check": name, "ok": True, "line": text(result), "remedy": ""}
+            line = text(result)
         except RunError as error:
-            row = {"check": name, "ok": False, "line": error.problem, "remedy": error.remedy}
+            failure, line = error, error.problem
             if not is_warning and (self.error is None or isinstance(self.error, TemporaryError)):
                 self.error = error  # a permanent error outweighs a temporary one
-        self.rows.append(row)
+        remedy = failure.remedy if failure else ""
+        self.rows.append({"check": name, "ok": not failure, "line": line, "remedy": remedy})
         if not self._is_quiet:
-            remedy = f": {row['remedy']}" if row["remedy"] else ""
-            _log(f"{'ok ' if row['ok'] else 'BAD'} {name:<12} {row['line']}{remedy}")
+            _log(f"{'BAD' if failure else 'ok '} {name:<12} {failure or line}")
         return result
 
 
@@ -124,8 +123,13 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     check("GPUs", lambda: _check_gpus(config, here))
     if "PET_NPROC_PER_NODE" in os.environ:  # set in every node of a job
         _check_node(findings, config, here, run_folder, plan)
-    else:
+        return
+    has_tracker = _check_tracker(findings, config, is_started=True)
+    check("CPUs", lambda: machine.check_cpu_per_process(here), is_warning=True)
+    if source and plan and not findings.error:
         _check_machine(findings, config, here, source, plan)
+        if has_tracker:
+            check("artifacts", lambda: tracker.check_server_stores_files(config, folder), is_warning=True)
 
 
 def _check_node(
@@ -145,26 +149,16 @@ def _check_node(
         Path(file).write_text(done_line, encoding="utf-8")
 
 
-def _check_machine(
-    findings: Findings, config: Config, here: World, source: Source | None, plan: Plan | None
-) -> None:
-    """Check the tracker and this machine. Errors in the request end it."""
-    folder, has_tracker = RunFolder(config.run_dir), _check_tracker(findings, config, is_started=True)
-
+def _check_machine(findings: Findings, config: Config, here: World, source: Source, plan: Plan) -> None:
     def warn(name: str, check: Callable[[], str]) -> None:
         findings.check(name, check, is_warning=True)
 
-    warn("CPUs", lambda: machine.check_cpu_per_process(here))
-    if findings.error or not source or not plan:
-        return
-    on_gpu = here.uses_gpu(config.run.device)
+    folder, on_gpu = RunFolder(config.run_dir), here.uses_gpu(config.run.device)
     warn("memory", lambda: machine.check_memory(plan, on_gpu=on_gpu))
     warn("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here))
     findings.check("disk space", lambda: machine.check_disk_space(config, plan, folder))
     warn("decoding", lambda: machine.check_images_decode(source))
     warn("all-reduce", lambda: machine.check_all_reduce(config, here))
-    if has_tracker:
-        warn("artifacts", lambda: tracker.check_server_stores_files(config, folder))
 
 
 def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, source: Source) -> str:
@@ -236,18 +230,15 @@ def check_names_resolve(endpoint: str) -> str:
     Waits up to a minute: Kubernetes gives pods their names one after another.
     """
     deadline = time.monotonic() + _NAMES_TIMEOUT_S
-    found = []
-    for name in (socket.getfqdn(), endpoint.rpartition(":")[0] or endpoint):
-        while True:
-            try:
-                found.append(f"{name} is {socket.gethostbyname(name)}")
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    problem = f"the host name {name} does not resolve ({error.strerror})"
-                    remedy = (
-                        "look at the Service (publishNotReadyAddresses, selector) and the pod's subdomain"
-                    )
-                    raise TemporaryError(problem, remedy) from None
-                time.sleep(1)
-    return ", ".join(found)
+    names = (socket.getfqdn(), endpoint.rpartition(":")[0] or endpoint)
+    while True:
+        try:
+            for name in names:
+                socket.gethostbyname(name)
+            return f"{' and '.join(names)} resolve"
+        except OSError as error:
+            if time.monotonic() > deadline:
+                problem = f"the host name {name} does not resolve ({error.strerror})"
+                remedy = "look at the Service (publishNotReadyAddresses, selector) and the pod's subdomain"
+                raise TemporaryError(problem, remedy) from None
+            time.sleep(1)

@@ -28,7 +28,7 @@ class Metrics:
 
     def __init__(self, job: Job, process: Process, strategy: Strategy) -> None:
         self._plan, self._group, self._timer = job.plan, process.group, process.timer
-        self._stragglers = StragglerWatch(strategy, process.terminal.log)
+        self._stragglers = StragglerWatch(strategy, process.timer, process.terminal.log)
         self._mfu = MfuMeter(job.config, job.plan, process.group)
         self._pop_failed_reads = part("failed reads") if is_bucket(job.config.data.root) else list
         self._has_new_steps = False
@@ -37,12 +37,8 @@ class Metrics:
 
     def restart_window(self) -> None:
         """Begin a new window: the time until now, of an evaluation say, is not that of steps."""
-        self._start, self._waited, self._steps = time.perf_counter(), self._timer.waited_for_data(), 0
+        self._start, self._waited, self._steps = time.perf_counter(), self._timer.spent_on("data"), 0
         self._cpu = sum(os.times()[:2])
-
-    def begin_step(self) -> None:
-        """Start to measure a step. Called before its passes."""
-        self._stragglers.begin_step()
 
     def after_update(self, state: TrainState) -> dict[str, float]:
         """Return the metrics of the steps since the last report, or {} if none is due."""
@@ -70,7 +66,7 @@ class Metrics:
             "train/epoch": step / self._plan.steps_per_epoch,
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
-            "time/waiting_for_data": (self._timer.waited_for_data() - self._waited) / elapsed,
+            "time/waiting_for_data": (self._timer.spent_on("data") - self._waited) / elapsed,
             **({"data/failed_reads": float(failed_reads[0])} if failed_reads else {}),
             **self._stragglers.log_slow_rank(times, self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),

@@ -37,43 +37,46 @@ def check_model_builds(
     weights are in the checkpoint.
     """
     check_optimizer_exists(config)
-    check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.image_sizes, plan.eval_size)
-    model = check_model_exists(config, plan.num_classes)
+    options, arch = config.model, config.model.arch
+    model, logits = check_passes(options, plan.num_classes, plan.bn_batch, plan.image_sizes, plan.eval_size)
     parameter_groups(model, config.optimizer.weight_decay)
-    if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
-        _check_weights_have_gradients(config.model, plan, model)
     if config.is_deterministic_on_gpus and here.uses_gpu(config.run.device):
-        check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
+        _check_gradients_are_deterministic(arch, logits)
+    if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
+        _check_weights_have_gradients(arch, model, logits)
     if config.parallel == "fsdp":
         check_can_shard(model)
     if plan.stages > 1:
-        split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
-    return pretrained.read(config.model, model) if config.model.init and not is_resumed else None
+        split_into_stages(model, arch, plan.stages, plan.image_size)
+    return pretrained.read(options, model) if options.init and not is_resumed else None
 
 
-def check_model_exists(config: Config, num_classes: int) -> nn.Module:
+def check_model_exists(options: Model, num_classes: int) -> nn.Module:
     """Check that there are the model and the modules to freeze; return it without weights."""
-    model = meta_model(config.model, num_classes)
-    if config.model.freeze:
-        pretrained.freeze(model, config.model.freeze)
+    return _freeze(meta_model(options, num_classes), options)
+
+
+def _freeze(model: nn.Module, options: Model) -> nn.Module:
+    if options.freeze:
+        pretrained.freeze(model, options.freeze)
     return model
 
 
-def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[int], eval_size: int) -> None:
-    """Try an evaluation pass, and a training pass of each size, on the meta device: shapes alone.
+def check_passes(
+    options: Model, num_classes: int, batch: int, sizes: Sequence[int], eval_size: int
+) -> tuple[nn.Module, Tensor]:
+    """Try a training pass of each size, and an evaluation pass, on the meta device: shapes alone.
 
-    sizes: the sides of the training images, in ascending order.
-
-    Raises RequestError if there is no such model, if the images or the batch are too small for it,
-    or if it does not return logits, [B, classes].
+    sizes: the sides of the training images, in ascending order. Returns the model and the logits of
+    the first pass. Raises RequestError if there is no such model, if the images or the batch are
+    too small for it, or if it does not return logits, [B, classes].
     """
     smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
-    passes = [(smallest, batch, side) for side in sizes] + [("evaluate.size", 2, eval_size)]
     hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
-    for key, images, side in passes:
+    found = []
+    for key, images, side in [*((smallest, batch, side) for side in sizes), ("evaluate.size", 2, eval_size)]:
         try:
-            with torch.no_grad():
-                _, logits = _try_pass(options, num_classes, images, side, is_training=key == smallest)
+            model, logits = _try_pass(options, num_classes, images, side, is_training=key == smallest)
         except RequestError:
             raise
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
@@ -82,13 +85,15 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
                 f"raise {key}{hint}, or have more images in a pass (batch.global, batch.accumulate,"
                 " exact.shards, number of processes)",
             ) from None
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        if found not in [(images, num_classes), (min(images, 2), num_classes)]:
+        returned = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if returned not in [(images, num_classes), (min(images, 2), num_classes)]:
             raise RequestError(
-                f"model.arch={options.arch} returns {found} for {images} images, not logits of shape"
+                f"model.arch={options.arch} returns {returned} for {images} images, not logits of shape"
                 f" {(images, num_classes)}",
                 "give a model that returns one number per class",
             )
+        found.append((model, logits))
+    return found[0]
 
 
 def _try_pass(
@@ -99,34 +104,23 @@ def _try_pass(
     A model that needs values, as one of your own may, gets two images on the CPU.
     """
     try:
-        model = meta_model(options, num_classes).train(is_training)
-        return model, _forward(model, images, side)
+        model = check_model_exists(options, num_classes).train(is_training)
+        return model, model(torch.zeros(images, 3, side, side, device="meta"))
     except Exception:
         if not is_function(options.arch):
             raise
-    model = build(options, num_classes).train(is_training)
-    return model, _forward(model, min(images, 2), side)
+    model = _freeze(build(options, num_classes), options).train(is_training)
+    return model, model(torch.zeros(min(images, 2), 3, side, side))
 
 
-def _forward(model: nn.Module, images: int, side: int) -> Any:
-    with next(model.parameters()).device:
-        return model(torch.zeros(images, 3, side, side))
-
-
-def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, size: int) -> None:
-    """Check that CUDA can compute the gradients of `model`, on the meta device, the same each time.
+def _check_gradients_are_deterministic(arch: str, logits: Tensor) -> None:
+    """Check that CUDA can compute the gradients of `logits` the same each time.
 
     Raises RequestError if it cannot: in its deterministic mode torch refuses such a layer, but only
     in the first backward pass. It refuses it also if the layer changes no size; in a frozen part of
     the model there is no gradient.
     """
-    try:
-        nodes = [_forward(model.train(), batch, size).grad_fn]
-    except Exception:
-        if not is_function(arch):
-            raise
-        return  # a model that needs values: torch itself refuses the layer, in the first backward pass
-    seen = set()
+    nodes, seen = [logits.grad_fn], set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -143,21 +137,16 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
         nodes += [before for before, _ in node.next_functions]
 
 
-def _check_weights_have_gradients(options: Model, plan: Plan, model: nn.Module) -> None:
-    """Raise RequestError if a trained weight of `model` takes no part in a training pass.
-
-    DDP waits for every gradient.
-    """
+def _check_weights_have_gradients(arch: str, model: nn.Module, logits: Tensor) -> None:
+    """Raise RequestError if `logits` do not depend on a weight: DDP waits for every gradient."""
     try:
-        used, logits = _try_pass(options, plan.num_classes, plan.bn_batch, plan.first_size, is_training=True)
-        logits.sum().backward()
+        logits.sum().backward()  # type: ignore[no-untyped-call]
     except Exception:  # no gradient at all, or one that needs values: DDP reports what is missing
         return
-    missing = {name for name, param in used.named_parameters() if param.grad is None}
-    unused = [name for name, param in model.named_parameters() if param.requires_grad and name in missing]
+    unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
     if unused:
         raise RequestError(
-            f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with"
+            f"model.arch={arch} does not use {list_first(unused, 3)} for its logits, but with"
             " several processes parallel=ddp needs a gradient of each weight",
             "remove the unused layers, set requires_grad=False on their weights, or"
             " train with run.exact=true",

@@ -24,7 +24,7 @@ def add_commands(commands: Commands) -> None:
 
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.addons.datasets.sources import data_size
-    from pipeline.addons.ops.plan_table import memory_row, table
+    from pipeline.addons.ops.plan_table import describe_memory, table
     from pipeline.config.load import load
     from pipeline.planning import make_plan
 
@@ -36,8 +36,7 @@ def _plan(options: argparse.Namespace) -> str:
 
     model = meta_model(config.model, plan.num_classes)
     parameters = sum(param.numel() for param in model.parameters())
-    row = memory_row(config, parameters, plan)
+    memory = describe_memory(config, parameters, plan)
     if options.json:
-        memory = row.removeprefix("  memory").strip()
         return json.dumps({**plan.to_dict(), "parameters": parameters, "memory": memory})
-    return "\n".join([config.recipe, table(plan), row])
+    return f"{config.recipe}\n{table(plan, memory)}"

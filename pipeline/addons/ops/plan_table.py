@@ -8,15 +8,14 @@ from pipeline.errors import count_of, mib
 from pipeline.plan import Plan, Resources
 
 
-def table(plan: Plan) -> str:
+def table(plan: Plan, memory: str = "") -> str:
     """Return the plan as text, one line per quantity."""
-    named = rows(plan)
+    named = {name: text for name, text in {**_rows(plan), "memory": memory}.items() if text}
     width = max(map(len, named))
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in named.items())
 
 
-def rows(plan: Plan) -> dict[str, str]:
-    """Return the plan's quantities by name, with the arithmetic behind them."""
+def _rows(plan: Plan) -> dict[str, str]:
     nodes = plan.world // plan.local_world
     epochs = plan.last_step / plan.steps_per_epoch
     total = f" of {plan.total_steps:,}" if plan.last_step < plan.total_steps else ""
@@ -33,7 +32,7 @@ def rows(plan: Plan) -> dict[str, str]:
         f" {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
         " (micro-batches × images)"
     )
-    named = {
+    return {
         "data": plan.describe(),
         "world": f"{count_of(plan.world, 'process', 'es')} on {count_of(nodes, 'node')},"
         f" {count_of(plan.threads, 'thread')} each",
@@ -56,16 +55,15 @@ def rows(plan: Plan) -> dict[str, str]:
         f" batches of {plan.eval_batch}, each image once",
         "checkpoint": f"every {plan.checkpoint_every:,} steps",
     }
-    return {name: text for name, text in named.items() if text}
 
 
-def memory_row(config: Config, parameters: int, plan: Resources) -> str:
-    """Return the table's row about the memory of weights, gradients and optimizer per process."""
+def describe_memory(config: Config, parameters: int, plan: Resources) -> str:
+    """Return the memory of weights, gradients and optimizer per process, for the table."""
     moments = config.optimizer.moments
     copies = 2 + moments
     total = 4 * parameters * copies
     row = (
-        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of"
+        f"{parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of"
         f" the optimizer) = {mib(total)}"
     )
     parts = {"fsdp": fsdp_slices(config, plan), "stages": config.stages.count}.get(config.parallel, 1)

@@ -4,13 +4,13 @@ They are the tags of a run: the journal records them at each start.
 """
 
 import getpass
-import hashlib
 import importlib
 import os
 import platform
 import subprocess
 import sys
 from contextlib import suppress
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
         **{name: getattr(sys.modules.get(name), "__version__", None) for name in ("simplejpeg", "timm")},
-        **_model_provenance(arch),
+        **_module_of(arch),
         "device_type": device.type,
         "device": _cpu_model(),
     }
@@ -75,14 +75,13 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _model_provenance(arch: str) -> dict[str, str]:
-    """Return what made the model, for the receipt: the digest of a function's module."""
+def _module_of(arch: str) -> dict[str, str]:
+    """Return the file of the function that made the model, and its digest, for the receipt."""
     module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
     file = getattr(module, "__file__", None)
     if file is None:
         return {}
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return {"model_file": os.path.basename(file), "model_sha256": digest}
+    return {"model_file": os.path.basename(file), "model_sha256": sha256(Path(file).read_bytes()).hexdigest()}
 
 
 def _user() -> str:
@@ -105,8 +104,7 @@ def _commit() -> str | None:
 
     with suppress(OSError, subprocess.SubprocessError):
         git("ls-files", "--error-unmatch", "__init__.py")
-        changed = git("status", "--porcelain", "--", ".")
-        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", ".") else "")
     return None
 
 

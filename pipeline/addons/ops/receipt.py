@@ -22,7 +22,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.train.listener import End, Evaluated, Listener, Start
 
-FORMAT = 1
 # the names of facts in the journal, which are MLflow's, and in the receipt
 _NAMES = {
     "mlflow.source.git.commit": "commit", "mlflow.docker.image.uri": "image",
@@ -55,7 +54,7 @@ class Receipt:
             self._offset = after
         config = from_yaml(self._folder.config.read_text(encoding="utf-8"), str(self._folder.config))
         return {
-            "format": FORMAT,
+            "format": 1,
             "run": self._run,
             "config": config.model_dump(mode="json", by_alias=True),
             "plan": parse_json(self._folder.plan.read_text(encoding="utf-8")),

@@ -73,9 +73,9 @@ class CudaStepTimer(StepTimer):
             spent |= {entry: seconds * part / total for entry, part in measured.items()}
         return spent
 
-    def waited_for_data(self) -> float:
+    def spent_on(self, *entries: Entry) -> float:
         self._read_completed()
-        return self._measured["data"]
+        return sum(self._measured[entry] for entry in entries)
 
     def _record_event(self) -> None:
         now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -22,7 +22,8 @@ from typing import Any
 from pipeline import errors, machine
 from pipeline.addons.datasets import sources
 from pipeline.addons.models.trust import check_is_trusted, check_place_is_trusted
-from pipeline.addons.ops.compare import Run, compare
+from pipeline.addons.ops.compare import compare
+from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.orphan import die_with_parent
@@ -47,11 +48,11 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
         print(
             f"repeating {run_dir} from step {start:,} to {last:,} in {repeated}", file=sys.stderr, flush=True
         )
-        _repeat(config, run.starts[-1], Path(scratch) / "recipe.yaml")
+        _repeat(config, run.receipt["starts"][-1], Path(scratch) / "recipe.yaml")
         new = Run.read(repeated)
-        if new.starts[0]["step"] != start:
+        if new.receipt["starts"][0]["step"] != start:
             raise RequestError(
-                f"the repetition started at step {new.starts[0]['step']} and not at step {start}"
+                f"the repetition started at step {new.receipt['starts'][0]['step']} and not at step {start}"
             )
         result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
@@ -93,7 +94,7 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
             if part.get(name) != starts[0].get(name):
                 values = f"from {one_line(starts[0].get(name))} to {one_line(part.get(name))}"
                 raise RequestError(f"{refused} in one piece: {name} changed {values} at step {part['step']}")
-    if run.starts[-1].get("device_type") == "cuda" and not machine.has_gpu():
+    if run.receipt["starts"][-1].get("device_type") == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     source = sources.open_source(config)
     if source.digest != run.receipt["data"]:
@@ -109,10 +110,10 @@ def _last_comparable_step(run: Run, start: int, steps: int | None) -> int:
     comparable = [step for step in later if steps is None or step <= steps]
     if not comparable:
         where = f"after step {start}" + (f" up to step {steps}" if steps else "")
-        problem = (
-            f"the run in {run.folder.path} has no evaluation or checkpoint {where}: nothing can be compared"
+        raise RequestError(
+            f"the run in {run.folder.path} has no evaluation or checkpoint {where}: nothing can be compared",
+            f"the next one is of step {min(later)}" if later else "",
         )
-        raise RequestError(problem, f"the next one is of step {min(later)}" if later else "")
     return max(comparable)
 
 
