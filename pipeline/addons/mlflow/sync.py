@@ -80,7 +80,7 @@ def _send_beside_training(delivery: Delivery, folder: RunFolder) -> None:
             delivery.send_rows()
             if is_last:
                 delivery.mark_failed()
-                delivery.send_all_parts("files")  # the report is drawn after the end is recorded
+                delivery.send_all_parts()
             has_more = has_answered and delivery.send_part()
             failure, pause = None, _POLL_S
         except Exception as error:  # no failure of a tracker may reach training
