@@ -59,7 +59,7 @@ class Delivery:
         self._offset = 0
         """The server has this many bytes of the journal."""
         self._due: dict[str, Exception | None] = {}
-        """The parts that the server lacks. One that failed has its error, and waits for an event."""
+        """The parts that the server lacks. One that failed has its error and waits for an event."""
         self._history: dict[str, dict[int, float]] = {}
         """The last value at each step of the metrics that the server was asked for."""
         self.is_reachable = True

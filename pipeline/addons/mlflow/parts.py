@@ -154,8 +154,6 @@ def note_verification(folder: RunFolder, result: str) -> str:
 
 
 def _note(folder: RunFolder, result: str) -> str:
-    from mlflow import MlflowClient
-
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
     named = uri_in_environment()
     uri = named or tracking_uri(config, folder)
@@ -165,11 +163,14 @@ def _note(folder: RunFolder, result: str) -> str:
     if not (Path(database).exists() if database else named):
         # others may have written the run's files, so a server must be named here
         raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if the run is there and it may be contacted")
-    client = MlflowClient(connection.configure(uri, connection.REQUEST_TIMEOUT_S))
+    address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
+
+    from mlflow import MlflowClient  # reads the variables
+
+    client = MlflowClient(address)
     run = find_run(client, run_id(folder.journal) or "")
     if run is None:
         raise RequestError(f"the run is not at {shown}")
-    client.set_tag(
-        run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
-    )
+    text = f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
+    client.set_tag(run.info.run_id, "verified", text)
     return shown

@@ -74,7 +74,7 @@ class ToMLflow(Listener):
         )
 
     def closed(self, end: End) -> None:
-        """Let the sender deliver the rest. It may outlive this process, and then deliver the rest."""
+        """Let the sender deliver the rest. It may outlive this process and deliver it then."""
         if not self._process:
             return
         self._log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
@@ -91,10 +91,8 @@ class ToMLflow(Listener):
             self._process.kill()
             self._process.wait()
         if self._process.returncode != 0:
-            command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            self._log(
-                f"MLflow did not take everything ({self._reason()}): the journal keeps it, '{command}' sends it"
-            )
+            remedy = f"the journal keeps it, 'pipeline sync {shlex.quote(str(self._folder.path))}' sends it"
+            self._log(f"MLflow did not take everything ({self._reason()}): {remedy}")
 
     def _reason(self) -> str:
         """Return the line with which the sender has failed, or where to look."""
