@@ -3,21 +3,14 @@
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import SMALL, Job, bench, kill, pipeline
 from mlflow.entities import Run
-from server import Server, give_up_quickly, tracked_job
+from server import Server, tracked_job
 
 pytestmark = pytest.mark.full
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with give_up_quickly(), Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:

@@ -37,15 +37,13 @@ _PARTS: dict[str, Callable[[MlflowRun], None]] = {
     "figures": parts.send_figures,
     "model": send_model,
 }
+_AT_END = ("description", "links", "files", "figures")
 _DUE = {
     "started": ("parameters", "tags", "parent", "description", "links", "inputs", "files"),
     "evaluated": ("figures",),
-    "ended": ("description", "links", "files", "figures"),
+    "ended": (*_AT_END, "model"),
 }
-"""The parts that are due after an event, in the order in which they are sent.
-
-After the end of a finished run, also its model.
-"""
+"""The parts that are due after an event, in the order in which they are sent."""
 
 
 class Delivery:
@@ -113,7 +111,7 @@ class Delivery:
         The report is drawn after the end. Raises the first RequestError of a part, or
         TemporaryError if one could not be sent.
         """
-        self._add_due(*_DUE["ended"])
+        self._add_due(*_AT_END)  # not the model: another run may have its alias by now
         connection.set_timeout(connection.FILE_TIMEOUT_S)
         while self.send_part():
             pass
@@ -190,12 +188,10 @@ class Delivery:
         event = row.get("event", "")
         if event == "started":
             run.client.update_run(run.run_id, status="RUNNING")
-            self._due.pop("model", None)  # what ended the training before is no longer its result
         if event == "ended":
             run.client.set_terminated(run.run_id, row["status"], row["time"])
         if event in _DUE:
-            has_model = row.get("status") == "FINISHED" and row["best"]
-            self._add_due(*_DUE[event], *(("model",) if has_model else ()))
+            self._add_due(*_DUE[event])
         self._offset = end
         self._save_progress(run)
 
