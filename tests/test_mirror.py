@@ -104,7 +104,7 @@ def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
 def test_an_upload_that_was_cut_off_is_never_resumed_from(
     make_job: Callable[..., Mirrored], bucket: Bucket, expected: Result
 ) -> None:
-    """The checkpoint before it is used. Without any, nothing is restored and nothing begins again."""
+    """The checkpoint before it is used. Without any, nothing is restored or trained again."""
     job = make_job("checkpoint.keep=3")
     job.run()
     newest = max(checkpoints(bucket), key=lambda name: step_of(Path(name)))

@@ -108,10 +108,10 @@ class Delivery:
     def send_all_parts(self) -> None:
         """Send all parts that are due, also those that failed, and those of an end once more.
 
-        The report is drawn after the end. Raises the first RequestError of a part, or
-        TemporaryError if one could not be sent.
+        Raises the first RequestError of a part, or TemporaryError if one could not be sent.
         """
-        self._add_due(*_AT_END)  # not the model: another run may have its alias by now
+        # the report is drawn after the end; not the model: another run may have its alias by now
+        self._add_due(*(_AT_END if final_status(self._folder.journal) else ()))
         connection.set_timeout(connection.FILE_TIMEOUT_S)
         while self.send_part():
             pass
