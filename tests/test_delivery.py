@@ -19,7 +19,7 @@ import pytest
 from harness import Job, Result, environment, quick, read_rows
 from mlflow.entities import Run
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
-from object_store import FaultProxy, S3Server, Weed
+from object_store import Bucket, FaultProxy
 from place import SMALL, Place
 from server import Server, tracked_job
 
@@ -188,27 +188,23 @@ def test_a_server_of_mlflow_2_gets_all_but_the_model_once(run: Job, tmp_path: Pa
 
 @pytest.mark.full
 def test_an_artifact_store_that_is_away_holds_back_no_metric(
-    run: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Job, tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    s3: S3Server = Weed(tmp_path / "s3").start()
-    env = {**s3.env, "MLFLOW_S3_ENDPOINT_URL": s3.endpoint}
-    away = dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), "http://127.0.0.1:9")
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
     _cached_get_s3_client.cache_clear()  # this process may have the credentials of another server
     boto3.setup_default_session()
-    root = f"s3://{s3.wait_ready().make_bucket()}/mlflow"
+    root, endpoint = f"{bucket.place}/mlflow", "MLFLOW_S3_ENDPOINT_URL"
+    monkeypatch.setenv(endpoint, bucket.server.endpoint)
+    env, away = {endpoint: bucket.server.endpoint}, "http://127.0.0.1:9"
     with Server(tmp_path, "--no-serve-artifacts", "--default-artifact-root", root, **env) as own:
-        refused = sync(run, own.uri, **env | away | {"AWS_MAX_ATTEMPTS": "1"})
+        first = sync(run, own.uri, AWS_ENDPOINT_URL=away, AWS_MAX_ATTEMPTS="1", **{endpoint: away})
         own.check_points(run)
         assert own.run_of(run).info.status == "FINISHED"
         later = sync(run, own.uri, **env)
         own.check_points(run)
         assert parts_at(own, own.run_of(run)) == PARTS
         assert all(model.artifact_location.startswith(root) for model in own.models(run))
-    s3.kill()
-    assert (refused.code, later.code) == (75, 0), refused.err + later.err
-    assert all(f"{part}: " in refused.error for part in ("files", "figures", "model"))
+    assert (first.code, later.code) == (75, 0), first.err + later.err
+    assert all(f"{part}: " in first.error for part in ("files", "figures", "model"))
 
 
 @pytest.mark.full
