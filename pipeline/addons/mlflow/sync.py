@@ -23,8 +23,7 @@ from pipeline.record.folder import RunFolder
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30
-_RANK_0_KILLED_S = REQUEST_TIMEOUT_S + 2  # a request that hangs is given up by then, and FAILED is sent
-_RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server to which no connection can be made
+_PATIENCE_S = REQUEST_TIMEOUT_S + 2  # after the training: a request that hangs is given up by then
 
 
 def sync(path: Path, *, follow: bool) -> None:
@@ -109,12 +108,11 @@ def _watch_rank_0(delivery: Delivery) -> threading.Event:
     def watch() -> None:
         word = os.read(0, len(TRAINING_DONE))
         training_over.set()
+        time.sleep(_PATIENCE_S)
         if word == TRAINING_DONE:
-            time.sleep(_RANK_0_DONE_S)
             while delivery.is_reachable:
                 time.sleep(_POLL_S)
         else:
-            time.sleep(_RANK_0_KILLED_S)
             with contextlib.suppress(Exception):
                 delivery.mark_failed()  # the main thread may still draw figures
         log("gave up: the journal keeps what was not delivered")
@@ -130,6 +128,6 @@ def _lock_sending(folder: RunFolder) -> None:
     The wait is longer than a sender lives after rank 0 was killed.
     """
     try:
-        folder.sender_lock.take(2 * _RANK_0_KILLED_S)
+        folder.sender_lock.take(2 * _PATIENCE_S)
     except OSError as error:
         raise folder.write_error(error) from None
