@@ -184,7 +184,7 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     (tmp_path / "second").mkdir()
     with Server(tmp_path / "second") as second:
         assert sync(run, MLFLOW_TRACKING_URI=second.uri).code == 0
-        tags, params = zip(*(check_story(server, run, report) for server in (server, second)), strict=True)
+        tags, params = zip(*(check_story(place, run, report) for place in (server, second)), strict=True)
     assert {**tags[0], **tags[1]}.keys() == tags[0].keys()
     assert params[0] == params[1]
 
@@ -338,7 +338,8 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, se
     assert result.code == 0
     assert "MLflow" not in result.err
     assert CANARY not in " ".join(commands) + result.err + result.out
-    for path in (*run.folder.rglob("*"), *server.folder.rglob("*")):
+    artifacts = (server.folder / "artifacts").rglob("*")
+    for path in (server.folder / "mlflow.db", *artifacts, *run.folder.rglob("*")):
         assert path.is_dir() or CANARY.encode() not in path.read_bytes(), path
     expected = "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
     assert proxy.authorizations == {expected}
