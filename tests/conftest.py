@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,18 @@ def place(made_place: Place, tmp_path: Path) -> Place:
     """Return a copy of a folder with images and a finished run, for small runs in it."""
     shutil.copytree(made_place.path, tmp_path / "place")
     return Place(tmp_path / "place")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Start a real MLflow server, once for all tests. Clients in this process give up quickly."""
+    from server import Server  # imports mlflow
+
+    with pytest.MonkeyPatch.context() as patch, Server(tmp_path_factory.mktemp("server")) as server:
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -211,11 +211,13 @@ class FaultProxy:
     stall: half of the body, then nothing more on this connection; without a body no answer.
     """
     only: str = ""
-    """A regular expression; faults hit only requests whose `METHOD /bucket/key?query` it finds."""
+    """A regular expression; faults hit only requests that it finds as `METHOD /key?query SIZE`."""
     counts: Counter[str] = field(default_factory=Counter)
     """The faults that were really injected."""
     requests: list[str] = field(default_factory=list)
     """All requests as `METHOD /bucket/key?query`, with ` bytes=…` if they asked for a range."""
+    authorizations: set[str] = field(default_factory=set)
+    """The headers Authorization of all requests."""
 
     def __enter__(self) -> "FaultProxy":
         self._random, self._lock = random.Random(0), threading.Lock()
@@ -280,8 +282,9 @@ class FaultProxy:
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
         asked = f"{method} {path}"
         self.requests.append(f"{asked} {_header(head, b'range')}".strip())
+        self.authorizations.add(_header(head, b"authorization"))
         fault = ""
-        if re.search(self.only, asked):
+        if re.search(self.only, f"{asked} {_header(head, b'content-length')}"):
             fault = self._draw()
             time.sleep(self.latency_ms / 1000)
         if _header(head, b"expect"):

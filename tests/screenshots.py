@@ -9,14 +9,9 @@ import contextlib
 import html
 import io
 import math
-import os
-import pty
-import re
 import subprocess
 import sys
 import tempfile
-import termios
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +24,9 @@ HOSTS = ("node-0", "node-1")
 WIDTH = 1400
 ASSISTANT = "Close"
 """The button that closes the assistant panel, which MLflow opens on each page."""
-COLUMNS, ROWS = 100, 40
-"""Size of the terminal."""
 TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><style>
 body { margin: 0; background: #fff; }
-pre { display: inline-block; min-width: 100ch; margin: 0; vertical-align: top; padding: 18px;
+pre { display: inline-block; width: 100ch; white-space: pre-wrap; margin: 0; padding: 18px;
   border-radius: 8px; background: #1b222b; color: #e6eaf0; font: 14px/1.35 monospace; }
 b { color: #fff; }
 </style><body><pre>%s</pre></body>"""
@@ -76,11 +69,13 @@ def train(folder: Path, server: Server) -> Job:
 
 
 def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
-    """Train as `make train` does, in a terminal, and show the terminal and the run's web page."""
-    command = [*torchrun(2), "train", "digits"]
-    lines = ["<b>$ make train</b>", *render(in_terminal(command, scratch))]
+    """Train as `make train` does, and show its output and the run's web page."""
+    output = subprocess.run(
+        [*torchrun(2), "train", "digits"], cwd=scratch, env=environment(OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True,
+    ).stdout.replace(str(scratch), "/home/me/ddp-pipeline")  # fmt: skip
     page = scratch / "terminal.html"
-    page.write_text(TERMINAL % "\n".join(lines))
+    page.write_text(TERMINAL % f"<b>$ make train</b>\n{html.escape(output)}")
     browser.open(page.as_uri(), WIDTH, 100)
     box = "(({width, height}) => [width, height])(document.body.firstChild.getBoundingClientRect())"
     size = browser.evaluate(box)
@@ -88,47 +83,6 @@ def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
     save("terminal", browser.capture(page.as_uri(), width, height, (), ("done step=",)), out)
     report = scratch / "runs" / "digits" / "report" / "index.html"
     save("report-page", browser.capture(report.as_uri(), 1200, 1250, (), ("Confusion",)), out)
-
-
-def in_terminal(command: list[str], cwd: Path) -> str:
-    """Return the output of a command in a terminal, with a clone's folder in place of `cwd`."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
-    env = environment(OMP_NUM_THREADS="1", TERM="xterm-256color", COLUMNS=str(COLUMNS))
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, env=env)
-    os.close(theirs)
-    output = bytearray()
-    with contextlib.suppress(OSError):  # the end of a terminal is an error
-        while read := os.read(ours, 65536):
-            output += read
-    os.close(ours)
-    if process.wait():
-        raise RuntimeError(f"exit code {process.returncode}: {output.decode()}")
-    return output.decode().replace(str(cwd), "/home/me/ddp-pipeline")
-
-
-def render(output: str) -> Iterator[str]:
-    """Yield the lines that a terminal shows after this output, as HTML.
-
-    It knows a carriage return, "erase to the end of the line", and bold; other sequences are left
-    out.
-    """
-    for line in output.removesuffix("\r\n").split("\r\n"):
-        cells: list[tuple[str, bool]] = []
-        column, is_bold = 0, False
-        for control, code, character in re.findall(r"\x1b\[([\d;?]*)([A-Za-z])|([^\x1b])", line):
-            if character == "\r":
-                column = 0
-            elif character:
-                cells[column : column + 1] = [(character, is_bold)]
-                column += 1
-            elif code == "m":
-                is_bold = control == "1"
-            elif code == "K":
-                del cells[column:]
-        for start in range(0, max(1, len(cells)), COLUMNS):
-            row = [(html.escape(shown), bold) for shown, bold in cells[start : start + COLUMNS]]
-            yield "".join(f"<b>{shown}</b>" if bold else shown for shown, bold in row).rstrip()
 
 
 def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:

@@ -1,23 +1,14 @@
-"""A real MLflow server that can be killed, and a proxy that refuses some of its requests."""
+"""A real MLflow server that can be killed."""
 
-import contextlib
-import http.client
 import os
 import signal
-import socket
-import ssl
-import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
 
 import mlflow
-import pytest
 from harness import SMALL, Job, environment, free_port, read_rows
 from mlflow.entities import LoggedModel, Run
 
@@ -27,16 +18,6 @@ def tracked_job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: s
     small = [word for word in SMALL if not word.startswith("track.uri")]
     words = ["digits", f"data.root={digits}", *small, "data.workers=0", *more]
     return Job(folder, words, nproc=nproc, env=env)
-
-
-@contextlib.contextmanager
-def give_up_quickly() -> Iterator[None]:
-    """Let the MLflow client of this process give up quickly."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-        yield
 
 
 class Server:
@@ -120,76 +101,3 @@ class Server:
             for key in run.data.metrics
             for point in self.client.get_metric_history(run.info.run_id, key)
         )
-
-
-class Gateway:
-    """An HTTP or HTTPS proxy in front of a server, which refuses some requests.
-
-    A context manager: it listens inside.
-    """
-
-    def __init__(
-        self, upstream: str, fault: Callable[[str, int], str], certificate: Path | None = None
-    ) -> None:
-        """fault: of `METHOD /path` and the size of the body, returns "", "reset", or an answer.
-
-        An answer is a status, and a body that is not a page in HTML.
-        """
-        self.fault = fault
-        self.requests: list[str] = []
-        self.seen: list[tuple[str, bytes]] = []
-        """The header Authorization and the body of each request."""
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked, size = f"{self.command} {self.path}", int(self.headers.get("Content-Length", 0))
-                gateway.requests.append(asked)
-                fault = gateway.fault(asked, size)
-                if fault == "reset":
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    self.close_connection = True
-                    return
-                body = self.rfile.read(size)
-                gateway.seen.append((self.headers.get("Authorization", ""), asked.encode() + body))
-                if fault:
-                    status, _, text = fault.partition(" ")
-                    self.answer(int(status), {}, text.encode() or b"<html><h1>Refused</h1></html>")
-                    return
-                connection = http.client.HTTPConnection(upstream.removeprefix("http://"), timeout=60)
-                with contextlib.closing(connection):
-                    connection.request(self.command, self.path, body, dict(self.headers))
-                    answer = connection.getresponse()
-                    left_out = ("transfer-encoding", "content-length", "connection")
-                    headers = {
-                        name: value for name, value in answer.getheaders() if name.lower() not in left_out
-                    }
-                    self.answer(answer.status, headers, answer.read())
-
-            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response_only(status)
-                for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self._server.server_port}"
-        if certificate:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-            self.uri = self.uri.replace("http", "https")
-
-    def __enter__(self) -> "Gateway":
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()

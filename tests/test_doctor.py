@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import Result, quick
 from object_store import Bucket, FaultProxy
-from server import Gateway
+from test_security import foreign_server
 
 from pipeline import errors, machine
 from pipeline.addons.datasets import images
@@ -109,8 +109,7 @@ def test_a_node_runs_only_the_checks_of_a_node(
 
 def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digits: Path) -> None:
     required = "track.required=true"
-    with Gateway("", lambda *_: "403 Invalid Host header") as server:
-        uri = server.uri
+    with foreign_server(403, lambda _: [b"Invalid Host header"]) as (uri, _):
         result = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
         assert result.code == 0, "training needs no tracker"
         assert "answers 403" in findings(result)["MLflow"]["line"]
@@ -126,16 +125,16 @@ def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digi
 
 @pytest.mark.parametrize(("status", "says"), [(500, "answers 500"), (200, "other bytes")])
 def test_a_server_that_stores_no_files_is_named(tmp_path: Path, status: int, says: str) -> None:
-    with Gateway("", lambda *_: f"{status} x") as server:
-        config = load("digits", [f"track.uri={server.uri}"])
+    with foreign_server(status, lambda _: [b"x"]) as (uri, _):
+        config = load("digits", [f"track.uri={uri}"])
         with pytest.raises(errors.TemporaryError, match=says):
             tracker.check_server_stores_files(config, RunFolder(tmp_path))
 
 
 def test_the_address_in_an_error_has_no_password(tmp_path: Path) -> None:
-    with Gateway("", lambda *_: "401 x") as server:
-        config = load("digits", [f"track.uri={server.uri.replace('//', '//me:Zx9/Qw#r@')}"])
-        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {server.uri} answers 401"):
+    with foreign_server(401, lambda _: [b"x"]) as (uri, _):
+        config = load("digits", [f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}"])
+        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401"):
             tracker.check_server_answers(config, RunFolder(tmp_path))
 
 

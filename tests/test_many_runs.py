@@ -3,21 +3,14 @@
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import SMALL, Job, bench, kill, pipeline
 from mlflow.entities import Run
-from server import Server, give_up_quickly, tracked_job
+from server import Server, tracked_job
 
 pytestmark = pytest.mark.full
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with give_up_quickly(), Server(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
@@ -77,28 +70,16 @@ def test_runs_name_their_changes_predecessor_and_verification(
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == listing
 
 
-def test_a_sync_by_hand_beside_a_live_sender_names_it_and_sends_nothing(
+def test_a_sync_by_hand_waits_for_the_sender_of_a_dead_training_alone(
     tmp_path: Path, digits: Path, server: Server
 ) -> None:
     run = endless(tmp_path / "run", digits, server)
-    by_hand = pipeline("sync", str(run.folder))
-    assert by_hand.code == 75
-    assert f" on {socket.gethostname()} since " in by_hand.error
-    assert run.process
-    kill(run.process.pid, signal.SIGTERM)
-    assert run.wait().code == 75
-    assert pipeline("sync", str(run.folder)).code == 0
-    server.check_points(run)
-    assert server.run_of(run).info.status == "KILLED"
-
-
-def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric_once(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    run = endless(tmp_path / "run", digits, server)
+    beside = pipeline("sync", str(run.folder))
+    assert beside.code == 75
+    assert f" on {socket.gethostname()} since " in beside.error
     assert run.process
     kill(run.process.pid, signal.SIGKILL)
-    assert pipeline("sync", str(run.folder)).code == 0  # waits until the sender has noticed
+    assert pipeline("sync", str(run.folder)).code == 0
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"
 

@@ -104,7 +104,7 @@ def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
 def test_an_upload_that_was_cut_off_is_never_resumed_from(
     make_job: Callable[..., Mirrored], bucket: Bucket, expected: Result
 ) -> None:
-    """An object that was damaged, too, is passed over: the checkpoint before it is used."""
+    """The checkpoint before it is used. Without any, nothing is restored or trained again."""
     job = make_job("checkpoint.keep=3")
     job.run()
     newest = max(checkpoints(bucket), key=lambda name: step_of(Path(name)))
@@ -115,6 +115,18 @@ def test_an_upload_that_was_cut_off_is_never_resumed_from(
     assert result.done["weights"] == expected.done["weights"]
     assert f"{newest} is damaged" in result.err
     assert f"restored step {step_of(Path(newest)) - 3}" in result.err
+    shutil.rmtree(job.folder)
+    for name in checkpoints(bucket):
+        bucket.write(f"run/checkpoints/{name}", b"x")
+    failed = job.run()
+    assert (failed.code, "no checkpoint in checkpoint.mirror=s3://" in failed.error) == (4, True)
+    assert not job.folder.exists()
+    for name in checkpoints(bucket):
+        bucket.delete(f"run/checkpoints/{name}")
+    for command in ("train", "doctor"):
+        missed = quick(command, *job.train_words()[1:])
+        assert missed.code == 4, missed.err
+        assert "verifies, and its journal names step-0000" in missed.err
 
 
 @pytest.mark.fault("K2", ci=1, long=5)
@@ -495,24 +507,6 @@ def test_a_finished_run_is_mirrored_and_finished_on_an_empty_disk(
     assert "already finished" in again.err
     assert len(job.starts()) == 1, "it was not trained again"
     assert sorted(checkpoints(bucket)) == sorted(path.name for path in job.checkpoints()) == names
-
-
-def test_damaged_or_missing_checkpoints_are_missed(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
-    """Training does not begin again in silence, and nothing is restored, not even the records."""
-    job = make_job("train.max_steps=8")
-    job.run()
-    shutil.rmtree(job.folder)
-    for name in checkpoints(bucket):
-        bucket.write(f"run/checkpoints/{name}", b"x")
-    failed = job.run()
-    assert (failed.code, "no checkpoint in checkpoint.mirror=s3://" in failed.error) == (4, True)
-    assert not job.folder.exists()
-    for name in checkpoints(bucket):
-        bucket.delete(f"run/checkpoints/{name}")
-    for command in ("train", "doctor"):
-        missed = quick(command, *job.train_words()[1:])
-        assert missed.code == 4, missed.err
-        assert "verifies, and its journal names step-0000" in missed.err
 
 
 def test_a_start_that_would_lose_the_mirrors_run_is_refused(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import Job, free_port, quick
-from server import Server, give_up_quickly, tracked_job
+from server import Server, tracked_job
 
 from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.config.load import load
@@ -68,25 +68,24 @@ class Proxy:
 
 
 @pytest.fixture(scope="module")
-def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    """Start a server, and nginx in front of it."""
+def proxy(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[Proxy]:
+    """Start nginx in front of the server."""
     folder = tmp_path_factory.mktemp("proxy")
     make_certificate(folder, "authority", "-addext", "keyUsage=critical,keyCertSign")
     signed = ("-CA", "authority.pem", "-CAkey", "authority.pem", "-addext", "subjectAltName=IP:127.0.0.1")
     make_certificate(folder, "server", *signed)
     make_certificate(folder, "client", *signed)
-    with give_up_quickly(), Server(folder) as server:
-        port, mutual_port = free_port(), free_port()
-        names = {"TOKEN": TOKEN, "EXPIRED": EXPIRED, "READER": READER}
-        text = CONFIG.format(folder=folder, port=port, mutual_port=mutual_port, upstream=server.uri, **names)
-        (folder / "nginx.conf").write_text(text)
-        nginx = subprocess.Popen([str(NGINX), "-e", "stderr", "-c", str(folder / "nginx.conf")])
-        try:
-            uris = (f"https://127.0.0.1:{number}/prefix" for number in (port, mutual_port))
-            yield Proxy(server, folder, *uris)
-        finally:
-            nginx.kill()
-            nginx.wait()
+    port, mutual_port = free_port(), free_port()
+    names = {"TOKEN": TOKEN, "EXPIRED": EXPIRED, "READER": READER}
+    text = CONFIG.format(folder=folder, port=port, mutual_port=mutual_port, upstream=server.uri, **names)
+    (folder / "nginx.conf").write_text(text)
+    nginx = subprocess.Popen([str(NGINX), "-e", "stderr", "-c", str(folder / "nginx.conf")])
+    try:
+        uris = (f"https://127.0.0.1:{number}/prefix" for number in (port, mutual_port))
+        yield Proxy(server, folder, *uris)
+    finally:
+        nginx.kill()
+        nginx.wait()
 
 
 def make_certificate(folder: Path, name: str, *more: str) -> None:

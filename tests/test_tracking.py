@@ -35,8 +35,10 @@ from harness import (
     read_rows,
 )
 from mlflow.entities import LoggedModelStatus
-from server import Gateway, Server, give_up_quickly, tracked_job
+from object_store import FaultProxy
+from server import Server, tracked_job
 from test_predict import predict_probabilities
+from test_security import foreign_server
 from torchvision.transforms.functional import resize
 
 from pipeline.addons.datasets.images import decode
@@ -49,13 +51,6 @@ TROUBLES = (*QUICK, "401", "malformed")
 CASES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in TROUBLES]
 CANARY = "CANARY"
 SECRET = f"{CANARY}/with+{CANARY}?and#{CANARY}"
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Yield a server that works."""
-    with give_up_quickly(), Server(tmp_path_factory.mktemp("good")) as server:
-        yield server
 
 
 @dataclass
@@ -79,19 +74,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) 
 
 
 @pytest.fixture(scope="module")
-def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
+def delivered(trained: dict[str, Trained], server: Server) -> dict[str, Result]:
     """Send each of these runs to a good server afterwards, set by either variable."""
     kinds = [kind for kind in TROUBLES if kind in trained]
     names = {kind: ("MLFLOW_TRACKING_URI", "PIPELINE_TRACK_URI")[n % 2] for n, kind in enumerate(kinds)}
     with ThreadPoolExecutor(2) as pool:
-        sent = pool.map(lambda kind: sync(trained[kind].job, **{names[kind]: good.uri}), kinds)
+        sent = pool.map(lambda kind: sync(trained[kind].job, **{names[kind]: server.uri}), kinds)
         return dict(zip(kinds, sent, strict=True))
 
 
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
 def test_a_bad_server_changes_nothing_and_gets_the_run_later(
-    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, kind: str
+    trained: dict[str, Trained], delivered: dict[str, Result], server: Server, kind: str
 ) -> None:
     without, tracked = trained["none"], trained[kind]
     assert tracked.result.code == 0, tracked.result.err
@@ -109,21 +104,21 @@ def test_a_bad_server_changes_nothing_and_gets_the_run_later(
     assert tracked.late <= without.late + 10 * SHARING
     tracked.job.wait_gone(1)
     assert delivered[kind].code == 0, delivered[kind].err
-    assert_complete(good, tracked.job)
+    assert_complete(server, tracked.job)
 
 
 def test_sending_twice_duplicates_nothing(
-    trained: dict[str, Trained], delivered: dict[str, Result], good: Server
+    trained: dict[str, Trained], delivered: dict[str, Result], server: Server
 ) -> None:
     job = trained["500"].job
-    info = good.run_of(job).info
+    info = server.run_of(job).info
     # as if sending had been interrupted
-    good.client.create_logged_model(info.experiment_id, "model", info.run_id, {"pipeline.step": "0"})
-    assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
+    server.client.create_logged_model(info.experiment_id, "model", info.run_id, {"pipeline.step": "0"})
+    assert sync(job, MLFLOW_TRACKING_URI=server.uri).code == 0
     (job.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
-    assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
-    assert good.run_of(job).info.run_id == info.run_id
-    assert_complete(good, job)
+    assert sync(job, MLFLOW_TRACKING_URI=server.uri).code == 0
+    assert server.run_of(job).info.run_id == info.run_id
+    assert_complete(server, job)
 
 
 @pytest.mark.long
@@ -147,8 +142,8 @@ def test_a_database_whose_creation_was_killed_is_created_again(
 def test_a_server_that_accepts_everything_is_not_trusted_and_none_leaves_no_file(
     trained: dict[str, Trained],
 ) -> None:
-    with Gateway("", lambda asked, size: "200 {}") as gateway:
-        result = sync(trained["500"].job, MLFLOW_TRACKING_URI=gateway.uri)
+    with foreign_server() as (uri, _):
+        result = sync(trained["500"].job, MLFLOW_TRACKING_URI=uri)
     assert result.code == 75
     assert "not as MLflow does" in result.error
     job = trained["none"].job
@@ -159,11 +154,11 @@ def test_a_server_that_accepts_everything_is_not_trusted_and_none_leaves_no_file
 
 
 def test_the_logged_model_takes_any_number_of_images(
-    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
+    trained: dict[str, Trained], delivered: dict[str, Result], server: Server, digits: Path
 ) -> None:
     job = trained["silent"].job
-    (logged,) = good.models(job)
-    mlflow.set_tracking_uri(good.uri)
+    (logged,) = server.models(job)
+    mlflow.set_tracking_uri(server.uri)
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
     images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files])
@@ -175,10 +170,10 @@ def test_the_logged_model_takes_any_number_of_images(
 
 @pytest.mark.full
 def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
-    tmp_path: Path, digits: Path, good: Server
+    tmp_path: Path, digits: Path, server: Server
 ) -> None:
     run = job(
-        tmp_path / "story", digits, good.uri, "track.report=true", "track.register=story-digits@best",
+        tmp_path / "story", digits, server.uri, "track.report=true", "track.register=story-digits@best",
         "evaluate.every=4 steps", "track.experiment=story",
     )  # fmt: skip
     result = run.start().wait()
@@ -189,7 +184,7 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     (tmp_path / "second").mkdir()
     with Server(tmp_path / "second") as second:
         assert sync(run, MLFLOW_TRACKING_URI=second.uri).code == 0
-        tags, params = zip(*(check_story(server, run, report) for server in (good, second)), strict=True)
+        tags, params = zip(*(check_story(place, run, report) for place in (server, second)), strict=True)
     assert {**tags[0], **tags[1]}.keys() == tags[0].keys()
     assert params[0] == params[1]
 
@@ -197,7 +192,7 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     tops = []
     for model in (str(run.folder / "checkpoints" / best["file"]), "models:/story-digits@best"):
         words = ("predict", model, str(digits / "val" / "3"), "--json")
-        rows = json.loads(quick(*words, MLFLOW_TRACKING_URI=good.uri).out)["predictions"]
+        rows = json.loads(quick(*words, MLFLOW_TRACKING_URI=server.uri).out)["predictions"]
         tops.append({(row["image"], top["class"]): top["probability"] for row in rows for top in row["top"]})
     assert tops[0] == pytest.approx(tops[1], abs=1e-5)
 
@@ -232,22 +227,22 @@ def check_story(server: Server, run: Job, report: set[str]) -> tuple[dict[str, s
 @pytest.mark.fault("D1")
 @pytest.mark.full
 def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
-    tmp_path: Path, digits: Path, good: Server, outage: int
+    tmp_path: Path, digits: Path, server: Server, outage: int
 ) -> None:
     rarely = ("evaluate.every=1000 epochs", "checkpoint.every=1000 epochs")
     run = job(
-        tmp_path / "outage", digits, good.uri, "train.epochs=1000", "train.max_steps=none", *rarely
+        tmp_path / "outage", digits, server.uri, "train.epochs=1000", "train.max_steps=none", *rarely
     ).start()
     run.wait_until(
-        lambda: good.runs(run) and good.run_of(run).data.metrics, "first point on the server", pause=0.3
+        lambda: server.runs(run) and server.run_of(run).data.metrics, "first point on the server", pause=0.3
     )
     down = 1000 * time.time()
-    good.kill()
+    server.kill()
     time.sleep(outage)
     up = 1000 * time.time()
-    good.start().wait_ready()
+    server.start().wait_ready()
     step = run.step()
-    run.wait_until(lambda: good.last_step(run) > step, "delivery after the outage", pause=0.3)
+    run.wait_until(lambda: server.last_step(run) > step, "delivery after the outage", pause=0.3)
     assert run.process
     kill(run.process.pid, signal.SIGTERM)
     stopped = run.wait()
@@ -257,7 +252,7 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     run.arguments.append(f"train.max_steps={run.step() + 3}")
     assert run.start().wait().code == 0
     assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, run.step() + 1))
-    assert_complete(good, run)
+    assert_complete(server, run)
     times = [(row["time"], row["metrics"].get("time/step_ms")) for row in rows_with_metrics(run)]
     with_it = statistics.median(step_ms for at, step_ms in times if step_ms and not down < at <= up)
     without = statistics.median(step_ms for at, step_ms in times if step_ms and down < at <= up)
@@ -268,24 +263,24 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
 @pytest.mark.full
 @pytest.mark.fault("D2")
 def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
-    tmp_path: Path, digits: Path, good: Server
+    tmp_path: Path, digits: Path, server: Server
 ) -> None:
-    run = job(tmp_path / "killed", digits, good.uri, "track.required=true", "checkpoint.every=5 steps",
+    run = job(tmp_path / "killed", digits, server.uri, "track.required=true", "checkpoint.every=5 steps",
               "data.workers=2", "train.max_steps=28", nproc=2)  # fmt: skip
 
     def state() -> tuple[str, int]:
-        found = good.run_of(run)
-        return found.info.status, len(good.points(found))
+        found = server.run_of(run)
+        return found.info.status, len(server.points(found))
 
     def has_new_points(before: int) -> bool:
-        if len(rows_with_metrics(run)) < 2 or not good.runs(run):
+        if len(rows_with_metrics(run)) < 2 or not server.runs(run):
             return False
         status, points = state()
         return status == "RUNNING" and points > before
 
     run.start()
     run.wait_until(lambda: run.step() >= 6 and has_new_points(0), "points", pause=0.3)
-    first = good.run_of(run).info.run_id
+    first = server.run_of(run).info.run_id
     kill(run.ranks()[0], signal.SIGKILL)
     killed = time.monotonic()
     run.wait_gone(5)
@@ -303,8 +298,8 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
     assert state()[0] == "KILLED"
 
     assert run.start().wait().code == 0
-    assert good.run_of(run).info.run_id == first
-    assert_complete(good, run)
+    assert server.run_of(run).info.run_id == first
+    assert_complete(server, run)
 
 
 @pytest.mark.full
@@ -326,10 +321,10 @@ def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, dig
 
 @pytest.mark.fault("H3")
 @pytest.mark.full
-def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, good: Server) -> None:
-    with Gateway(good.uri, lambda asked, size: "") as gateway:
+def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, server: Server) -> None:
+    with FaultProxy(server.uri) as proxy:
         recipe = yaml.safe_load((RECIPES / "digits.yaml").read_text())
-        recipe["track"] = {"uri": gateway.uri.replace("//", f"//user:{SECRET}@")}
+        recipe["track"] = {"uri": proxy.endpoint.replace("//", f"//user:{SECRET}@")}
         (tmp_path / "secretive.yaml").write_text(yaml.safe_dump(recipe))
         run = job(tmp_path / "run", digits, None, "train.max_steps=4")
         run.arguments[0] = str(tmp_path / "secretive.yaml")
@@ -343,12 +338,12 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, go
     assert result.code == 0
     assert "MLflow" not in result.err
     assert CANARY not in " ".join(commands) + result.err + result.out
-    for path in run.folder.rglob("*"):
+    artifacts = (server.folder / "artifacts").rglob("*")
+    for path in (server.folder / "mlflow.db", *artifacts, *run.folder.rglob("*")):
         assert path.is_dir() or CANARY.encode() not in path.read_bytes(), path
     expected = "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
-    assert {authorization for authorization, _ in gateway.seen} == {expected}
-    assert not [body for _, body in gateway.seen if CANARY.encode() in body]
-    assert good.run_of(run).info.status == "FINISHED"
+    assert proxy.authorizations == {expected}
+    assert server.run_of(run).info.status == "FINISHED"
 
     result = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
     assert result.code == 75
@@ -470,17 +465,16 @@ def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
 def bad_servers() -> Iterator[dict[str, str]]:
     """Start a server of each bad kind and yield their addresses."""
     answers = {
-        "500": "500 broken",
-        "401": '401 {"error_code": "UNAUTHENTICATED"}',
-        "malformed": '200 {"a": [',
+        "500": (500, b"broken"),
+        "401": (401, b'{"error_code": "UNAUTHENTICATED"}'),
+        "malformed": (200, b'{"a": ['),
     }
     silent = socket.create_server(("127.0.0.1", 0))  # the kernel accepts connections, and nobody replies
     with ExitStack() as running:
         uris = {"absent": f"http://127.0.0.1:{free_port()}"}
         uris["silent"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        for kind, answer in answers.items():
-            gateway = Gateway("", lambda asked, size, answer=answer: answer)  # type: ignore[misc]
-            uris[kind] = running.enter_context(gateway).uri
+        for kind, (status, body) in answers.items():
+            uris[kind], _ = running.enter_context(foreign_server(status, lambda _, body=body: [body]))
         yield uris
     silent.close()
 

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from pipeline.config.credentials import split_credentials, without_password
@@ -16,7 +15,6 @@ from pipeline.errors import RequestError, RunError, one_line
 
 REQUEST_TIMEOUT_S = 5  # while training runs: the end of a run has time for two such requests
 FILE_TIMEOUT_S = 60  # a server may pass a file on to slower storage before it answers
-TIMEOUT_VARIABLE = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it at each request
 LOCAL_SCHEMES = ("", "file")
 SCHEMES = (*LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs")
 """Places of files that are allowed.
@@ -44,13 +42,14 @@ def protect_credentials() -> None:
 
 def set_timeout(seconds: int) -> None:
     """Let each request take up to `seconds` from now on."""
-    os.environ[TIMEOUT_VARIABLE] = str(seconds)
+    os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(seconds)
 
 
-def configure(uri: str) -> str:
+def configure(uri: str, timeout_s: int) -> str:
     """Set the variables that mlflow reads, and return the URI without user and password."""
     address, credentials = split_uri(uri)
     protect_credentials()
+    set_timeout(timeout_s)
     os.environ |= credentials | {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
         "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # an error of a thread of mlflow's would be lost
@@ -59,21 +58,6 @@ def configure(uri: str) -> str:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }
     return address
-
-
-def request(uri: str, endpoint: str, method: str = "GET", body: bytes | None = None) -> Any:
-    """Return the server's answer to a request with mlflow's own credentials and TLS settings."""
-    from mlflow.utils.credentials import get_default_host_creds
-    from mlflow.utils.rest_utils import http_request
-
-    address, credentials = split_uri(uri)
-    protect_credentials()
-    server = get_default_host_creds(address)
-    if credentials:
-        server.username, server.password = credentials.values()
-    return http_request(
-        server, f"/{endpoint}", method, max_retries=0, timeout=10, raise_on_status=False, data=body
-    )
 
 
 def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:

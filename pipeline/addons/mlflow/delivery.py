@@ -26,7 +26,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import MEASURED, final_status, read
 
 _BATCH = 500  # metrics; MLflow takes 1,000 in a request, and a row of the journal has up to 200
-_SENDERS: dict[str, Callable[[MlflowRun], bool | None]] = {
+_PARTS: dict[str, Callable[[MlflowRun], None]] = {
     "parameters": parts.send_parameters,
     "tags": parts.send_tags,
     "parent": parts.send_parent,
@@ -37,15 +37,13 @@ _SENDERS: dict[str, Callable[[MlflowRun], bool | None]] = {
     "figures": parts.send_figures,
     "model": send_model,
 }
+_AT_END = ("description", "links", "files", "figures")
 _DUE = {
     "started": ("parameters", "tags", "parent", "description", "links", "inputs", "files"),
     "evaluated": ("figures",),
-    "ended": ("description", "links", "files", "figures"),
+    "ended": (*_AT_END, "model"),
 }
-"""The parts that are due after an event, in the order in which they are sent.
-
-After the end of a finished run, also its model.
-"""
+"""The parts that are due after an event, in the order in which they are sent."""
 
 
 class Delivery:
@@ -53,16 +51,13 @@ class Delivery:
 
     def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
         self._folder, self._config = folder, config
-        self._uri = connection.configure(uri)
-        connection.set_timeout(timeout_s)
+        self._uri = connection.configure(uri, timeout_s)
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
         """The server has this many bytes of the journal."""
-        self._due: list[str] = []
-        """The parts that the server lacks."""
-        self._held: dict[str, Exception | None] = {}
-        """The due parts that failed, or None if not ready. They wait for an event or the end."""
+        self._due: dict[str, Exception | None] = {}
+        """The parts that the server lacks. One that failed has its error and waits for an event."""
         self._history: dict[str, dict[int, float]] = {}
         """The last value at each step of the metrics that the server was asked for."""
         self.is_reachable = True
@@ -92,20 +87,17 @@ class Delivery:
         A part that is refused holds back nothing else. It stays due, and its reason is logged.
         Raises whatever mlflow raises if the server answers no other request either.
         """
-        run = self._run
-        name = next((name for name in self._due if name not in self._held), None)
+        run, name = self._run, next((name for name, error in self._due.items() if error is None), None)
         if run is None or name is None:
             return False
         self._check_ours()
         try:
-            if _SENDERS[name](run) is False:
-                self._held[name] = None
-            else:
-                self._due.remove(name)
-                self._save_progress(run)
+            _PARTS[name](run)
+            del self._due[name]
+            self._save_progress(run)
         except Exception as error:
             connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
-            self._held[name] = error
+            self._due[name] = error
             try:
                 run.client.get_run(run.run_id)
             except Exception:
@@ -113,16 +105,17 @@ class Delivery:
                 raise
         return True
 
-    def send_all_parts(self, *more: str) -> None:
-        """Send all parts that are due, also those that failed, and `more`.
+    def send_all_parts(self) -> None:
+        """Send all parts that are due, also those that failed, and those of an end once more.
 
-        Raises RequestError or TemporaryError if one could not be sent.
+        Raises the first RequestError of a part, or TemporaryError if one could not be sent.
         """
-        self._add_due(*more)
+        # the report is drawn after the end; not the model: another run may have its alias by now
+        self._add_due(*(_AT_END if final_status(self._folder.journal) else ()))
         connection.set_timeout(connection.FILE_TIMEOUT_S)
         while self.send_part():
             pass
-        failed = {name: error for name, error in self._held.items() if error}
+        failed = {name: error for name, error in self._due.items() if error}
         for error in failed.values():
             if isinstance(error, RequestError):
                 raise error
@@ -159,7 +152,7 @@ class Delivery:
         if saved.get("run_id") != run.run_id or not _is_row_start(self._folder.journal, saved["offset"]):
             saved = {}
         self._offset = saved.get("offset", 0)
-        self._due = [name for name in saved.get("due", []) if name in _SENDERS]
+        self._due = {name: None for name in saved.get("due", []) if name in _PARTS}
         self._history.clear()
         return run
 
@@ -195,22 +188,16 @@ class Delivery:
         event = row.get("event", "")
         if event == "started":
             run.client.update_run(run.run_id, status="RUNNING")
-            if "model" in self._due:  # what ended the training before is no longer its result
-                self._due.remove("model")
         if event == "ended":
             run.client.set_terminated(run.run_id, row["status"], row["time"])
-        due = _DUE.get(event, ())
-        if row.get("status") == "FINISHED" and row["best"]:
-            due += ("model",)
-        if due:
-            self._add_due(*due)
+        if event in _DUE:
+            self._add_due(*_DUE[event])
         self._offset = end
         self._save_progress(run)
 
     def _add_due(self, *names: str) -> None:
         """Have `send_part` send these parts, and those that failed."""
-        self._held.clear()
-        self._due += [name for name in names if name not in self._due]
+        self._due = dict.fromkeys((*self._due, *names))
 
     def _progress(self) -> dict[str, dict[str, Any]]:
         """Return the contents of `mlflow.json`: for each server its run, and what it has."""
@@ -220,7 +207,7 @@ class Delivery:
 
     def _save_progress(self, run: MlflowRun) -> None:
         entry: dict[str, Any] = {"run_id": run.run_id, "experiment_id": run.experiment_id}
-        entry |= {"offset": self._offset, "due": self._due}
+        entry |= {"offset": self._offset, "due": list(self._due)}
         progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
         self._check_ours()
         self._folder.write(self._folder.delivered, progress.encode())

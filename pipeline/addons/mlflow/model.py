@@ -31,8 +31,10 @@ def send_model(run: MlflowRun) -> None:
     from mlflow.entities import LoggedModelStatus
     from mlflow.exceptions import MlflowException
 
-    best = last_event(run.folder.journal, "ended")["best"]
-    model_id = None
+    end = last_event(run.folder.journal)
+    best, model_id = end.get("best"), None
+    if end.get("status") != "FINISHED" or not best:  # also if a start has continued the run since
+        return
     for model in run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
         if _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY:
             with contextlib.suppress(MlflowException):  # who may edit models may not delete them

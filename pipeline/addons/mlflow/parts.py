@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun, file_sizes, find_run
-from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
+from pipeline.addons.mlflow.uri import sqlite_file, tracking_uri, uri_in_environment
 from pipeline.addons.ops.fixed_keys import flatten
 from pipeline.addons.ops.receipt import Receipt, make_receipt
 from pipeline.addons.report.evaluations import saved_evaluations, step_of_evaluation
@@ -22,7 +22,6 @@ from pipeline.addons.report.summary import describe_run
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError
-from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events, run_id
 
@@ -80,20 +79,17 @@ def send_description(run: MlflowRun) -> None:
     run.client.set_tag(run.run_id, "mlflow.note.content", describe_run(run.folder, run.config))
 
 
-def send_links(run: MlflowRun) -> bool:
-    """Name the run that this one continues, and this one there; return False if it is not there."""
+def send_links(run: MlflowRun) -> None:
+    """Name the run that this one continues, and this one there, if the server has it."""
     starts = events(run.folder.journal, "started")
     origin = next((start["tags"]["continues"] for start in starts if "continues" in start["tags"]), None)
-    if origin is None:
-        return True
-    before = find_run(run.client, origin)
+    before = find_run(run.client, origin) if origin else None
     if before is None:
-        return False
+        return
     run.client.set_tag(run.run_id, "continues", _name(before))
     ours, others = _name(run.client.get_run(run.run_id)), before.data.tags.get(_CONTINUED, "")
     if ours not in others:
         run.client.set_tag(before.info.run_id, _CONTINUED, f"{others}, {ours}".removeprefix(", "))
-    return True
 
 
 def _name(run: Any) -> str:
@@ -105,12 +101,12 @@ def send_inputs(run: MlflowRun) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    digest = make_receipt(run.folder)["data"][:36]  # MLflow takes 36 characters
-    options = run.config.data
+    receipt, options = make_receipt(run.folder), run.config.data
     source = json.dumps({"source": options.source, "root": options.root})
-    plan = parse_json(run.folder.plan.read_text(encoding="utf-8"))
-    profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
+    sizes = ("train_images", "val_images", "num_classes")
+    profile = json.dumps({key: receipt["plan"][key] for key in sizes})
     name = Path(options.root or options.source).name or options.source
+    digest = receipt["data"][:36]  # MLflow takes 36 characters
     dataset = Dataset(name, digest, options.source, source, profile=profile)
     inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
     try:
@@ -164,15 +160,13 @@ def _note(folder: RunFolder, result: str) -> str:
     uri = named or tracking_uri(config, folder)
     if uri is None:
         raise RequestError("track.uri=none")
-    shown = without_password(uri)
-    is_local = uri.startswith("sqlite:///")
-    if not (Path(uri.removeprefix("sqlite:///")).exists() if is_local else named):
+    shown, database = without_password(uri), sqlite_file(uri)
+    if not (Path(database).exists() if database else named):
         # others may have written the run's files, so a server must be named here
         raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if the run is there and it may be contacted")
-    address = connection.configure(uri)
-    connection.set_timeout(connection.REQUEST_TIMEOUT_S)
+    address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
 
-    from mlflow import MlflowClient
+    from mlflow import MlflowClient  # reads the variables
 
     client = MlflowClient(address)
     run = find_run(client, run_id(folder.journal) or "")

@@ -36,8 +36,7 @@ def fetch_model(uri: str) -> dict[str, Any]:
     named = uri_in_environment()
     if not named and not database.exists():
         raise RequestError(f"{uri} is in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
-    tracking_uri = connection.configure(named or f"sqlite:///{database}")
-    connection.set_timeout(connection.FILE_TIMEOUT_S)
+    tracking_uri = connection.configure(named or f"sqlite:///{database}", connection.FILE_TIMEOUT_S)
     try:
         import mlflow
         from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository

@@ -20,10 +20,7 @@ from pipeline import world
 from pipeline.addons.mlflow import READY, TRAINING_DONE
 from pipeline.addons.mlflow.uri import ignored_variables, tracking_uri
 from pipeline.config.credentials import without_password
-from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError
-from pipeline.record.folder import RunFolder
-from pipeline.supervision import cpu_seconds
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Listener, Start
 
@@ -37,102 +34,70 @@ class ToMLflow(Listener):
 
     def __init__(self, job: Job, log: Callable[[str], None]) -> None:
         self._config, self._folder, self._log = job.config, job.folder, log
-        self._sender: Sender | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._uri = ""
 
     def started(self, start: Start) -> None:
         if ignored := ignored_variables():
             self._log(f"MLflow{ignored}")
+        self._uri = tracking_uri(self._config, self._folder) or ""
+        environment = {name: value for name, value in os.environ.items() if name not in world.VARIABLES}
+        # the URI is not an argument, since ps shows those
+        environment |= {"PIPELINE_TRACK_URI": self._uri, "CUDA_VISIBLE_DEVICES": ""}
         try:
-            self._sender = start_sender(self._config, self._folder)
+            with open(self._folder.sync_log, "ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "pipeline", "sync", str(self._folder.path), "--follow"],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
+                    # a launcher's signals to the process group do not reach it: the pipe ends it
+                    start_new_session=True,
+                )  # fmt: skip
         except OSError as error:  # `pipeline sync` sends the journal later
             self._log(f"MLflow's sender could not be started: {error.strerror}")
 
     def error(self) -> RunError | None:
         """Return None once MLflow is reached, or the error if it is not at the first attempt."""
-        try:
-            if self._sender:
-                self._sender.wait_until_ready()
-        except RunError as error:
-            return error
-        return None
-
-    def closed(self, end: End) -> None:
-        if self._sender and not self._sender.close(self._log, end.seconds_left):
-            command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            reason = self._sender.last_failure() or f"see {self._folder.sync_log}"
-            self._log(
-                f"MLflow did not take everything ({reason}): the journal keeps it, '{command}' sends it"
-            )
-
-
-class Sender:
-    """Starts and stops the sender process."""
-
-    def __init__(self, folder: RunFolder, uri: str) -> None:
-        self._folder, self._uri = folder, uri
-        environment = {name: value for name, value in os.environ.items() if name not in world.VARIABLES}
-        # the URI is not an argument, since ps shows those
-        environment |= {"PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
-        with open(folder.sync_log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline", "sync", str(folder.path), "--follow"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
-                # a launcher's signals to the process group do not reach it: the pipe ends it
-                start_new_session=True,
-            )  # fmt: skip
-
-    def wait_until_ready(self) -> None:
-        """Return when the server was reached. Raises RequestError if the first attempt failed."""
-        assert self._process.stdout is not None
+        if not self._process:
+            return None
+        assert self._process.stdout
         answer = ""
         if select.select([self._process.stdout], [], [], _READY_TIMEOUT_S)[0]:
             answer = self._process.stdout.readline().decode(errors="replace").strip()
         if answer == READY:
-            return
+            return None
         self._process.kill()  # nothing was recorded yet, and a first attempt may take minutes
         self._process.wait()
-        raise RequestError(
+        return RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
             f" ({answer or f'no answer, see {self._folder.sync_log}'})",
             "start it, correct track.uri, or train without it, with track.required=false",
         )
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that the process has used."""
-        return cpu_seconds(self._process.pid)
-
-    def close(
-        self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None
-    ) -> bool:
-        """Let the process deliver the rest and end; return True if everything was delivered.
-
-        seconds_left: the time until this process must end, or None.
-        """
-        log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
-        assert self._process.stdin is not None
+    def closed(self, end: End) -> None:
+        """Let the sender deliver the rest. It may outlive this process and deliver it then."""
+        if not self._process:
+            return
+        self._log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
+        assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says how
             os.write(self._process.stdin.fileno(), TRAINING_DONE)
-        end = time.monotonic() + _FINISH_TIMEOUT_S
+        give_up = time.monotonic() + _FINISH_TIMEOUT_S
         left: float | None = 1
-        while time.monotonic() < end and (left is None or left > 0):
+        while self._process.poll() is None and time.monotonic() < give_up and (left is None or left > 0):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return self._process.wait(0.2) == 0
-            left = seconds_left()
-        if left is None:
+                self._process.wait(0.2)
+            left = end.seconds_left()
+        if self._process.poll() is None and left is None:
             self._process.kill()
             self._process.wait()
-        return False  # its process may outlive this one and deliver the rest
+        if self._process.returncode != 0:
+            remedy = f"the journal keeps it, 'pipeline sync {shlex.quote(str(self._folder.path))}' sends it"
+            self._log(f"MLflow did not take everything ({self._reason()}): {remedy}")
 
-    def last_failure(self) -> str:
-        """Return the line with which the process has failed, or ""."""
+    def _reason(self) -> str:
+        """Return the line with which the sender has failed, or where to look."""
         with contextlib.suppress(OSError):
             *_, last = ["", *self._folder.sync_log.read_text(encoding="utf-8", errors="replace").splitlines()]
             if last.startswith("pipeline: "):
                 return last.removeprefix("pipeline: ")
-        return ""
-
-
-def start_sender(config: Config, folder: RunFolder) -> Sender | None:
-    """Start the sender of a run, if it has a tracker. Raises OSError if that fails."""
-    uri = tracking_uri(config, folder)
-    return Sender(folder, uri) if uri else None
+        return f"see {self._folder.sync_log}"

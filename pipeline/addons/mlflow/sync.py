@@ -23,8 +23,7 @@ from pipeline.record.folder import RunFolder
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30
-_RANK_0_KILLED_S = REQUEST_TIMEOUT_S + 2  # a request that hangs is given up by then, and FAILED is sent
-_RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server to which no connection can be made
+_PATIENCE_S = REQUEST_TIMEOUT_S + 2  # after the training: a request that hangs is given up by then
 
 
 def sync(path: Path, *, follow: bool) -> None:
@@ -71,31 +70,29 @@ def _send_beside_training(delivery: Delivery, folder: RunFolder) -> None:
     os.dup2(2, 1)  # once rank 0 is dead, whatever mlflow prints to the pipe would end this process
     _lock_sending(folder)
     os.nice(10)  # training has priority
-    failure: Exception | None = None
-    is_last, has_answered, pause = False, False, _POLL_S
-    while not is_last:
-        # read before delivering, so that every row written until then is delivered
-        is_last, has_more = training_over.is_set(), False
+    line, has_failed, pause = READY, False, _POLL_S
+    try:
+        delivery.send_rows()
+    except Exception as error:  # no failure of a tracker may reach training
+        line, has_failed = root_cause(error), True
+        log(f"MLflow does not accept requests: {line}")
+    with contextlib.suppress(OSError):  # rank 0 may be gone
+        os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
+    while True:
+        is_last = training_over.wait(pause)  # whatever was written until then is delivered now
         try:
             delivery.send_rows()
             if is_last:
                 delivery.mark_failed()
-                delivery.send_all_parts("files")  # the report is drawn after the end is recorded
-            has_more = has_answered and delivery.send_part()
-            failure, pause = None, _POLL_S
-        except Exception as error:  # no failure of a tracker may reach training
-            if failure is None:
+                return delivery.send_all_parts()
+            pause = 0 if delivery.send_part() else _POLL_S
+            has_failed = False
+        except Exception as error:
+            if is_last:
+                raise
+            if not has_failed:
                 log(f"MLflow does not accept requests: {root_cause(error)}")
-            failure, pause = error, min(_MAX_PAUSE_S, pause * 2)
-        if not has_answered:
-            has_answered = True
-            line = root_cause(failure) if failure else READY
-            with contextlib.suppress(OSError):  # rank 0 may be gone
-                os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
-        if not (is_last or has_more):
-            training_over.wait(pause)
-    if failure is not None:
-        raise failure
+            has_failed, pause = True, min(_MAX_PAUSE_S, 2 * max(pause, _POLL_S))
 
 
 def _watch_rank_0(delivery: Delivery) -> threading.Event:
@@ -111,12 +108,11 @@ def _watch_rank_0(delivery: Delivery) -> threading.Event:
     def watch() -> None:
         word = os.read(0, len(TRAINING_DONE))
         training_over.set()
+        time.sleep(_PATIENCE_S)
         if word == TRAINING_DONE:
-            time.sleep(_RANK_0_DONE_S)
             while delivery.is_reachable:
                 time.sleep(_POLL_S)
         else:
-            time.sleep(_RANK_0_KILLED_S)
             with contextlib.suppress(Exception):
                 delivery.mark_failed()  # the main thread may still draw figures
         log("gave up: the journal keeps what was not delivered")
@@ -132,6 +128,6 @@ def _lock_sending(folder: RunFolder) -> None:
     The wait is longer than a sender lives after rank 0 was killed.
     """
     try:
-        folder.sender_lock.take(2 * _RANK_0_KILLED_S)
+        folder.sender_lock.take(2 * _PATIENCE_S)
     except OSError as error:
         raise folder.write_error(error) from None

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipeline.addons.mlflow.connection import request, root_cause
+from pipeline.addons.mlflow.connection import protect_credentials, root_cause, split_uri
 from pipeline.addons.mlflow.uri import ignored_variables, sqlite_file, tracking_uri
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
@@ -32,7 +32,7 @@ def check_server_answers(config: Config, folder: RunFolder) -> str:
     if not uri.startswith("http"):
         check_database_is_writable(uri)
         return f"no server: {shown}{ignored_variables()}"
-    answer = _ask(uri, "api/2.0/mlflow/experiments/search?max_results=1")
+    answer = _ask(uri, "GET", "/api/2.0/mlflow/experiments/search?max_results=1")
     if not answer.ok or answer.is_redirect:
         target = without_password(answer.headers.get("Location", ""))
         more = f" and redirects to {target}" if target else ""
@@ -68,23 +68,34 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
     if uri is None or not uri.startswith("http"):
         return "no server"
     content = uuid.uuid4().bytes
-    path = f"api/2.0/mlflow-artifacts/artifacts/doctor/{content.hex()}"
+    path = f"/api/2.0/mlflow-artifacts/artifacts/doctor/{content.hex()}"
     for method, body in (("PUT", content), ("GET", None), ("DELETE", None)):
-        answer = _ask(uri, path, method, body)
+        answer = _ask(uri, method, path, body)
         if method == "PUT" and answer.status_code in (404, 503):
-            return (
-                "the server does not store files (--no-serve-artifacts): the run writes to their store itself"
-            )
+            return "the server stores no files (--no-serve-artifacts): the run writes to their store itself"
         if not answer.ok or (method == "GET" and answer.content != content):
             problem = f"MLflow answers {answer.status_code} to the {method} of a file, or with other bytes"
             raise TemporaryError(problem, _CAUSES)
     return "the server stores a file and returns it"
 
 
-def _ask(uri: str, *words: Any) -> Any:
-    """Return the server's answer to a request. Raises TemporaryError if there is none."""
+def _ask(uri: str, method: str, endpoint: str, body: bytes | None = None) -> Any:
+    """Return the server's answer to a request with mlflow's own credentials and TLS settings.
+
+    Raises TemporaryError if there is none.
+    """
+    from mlflow.utils.credentials import get_default_host_creds
+    from mlflow.utils.rest_utils import http_request
+
+    address, credentials = split_uri(uri)
+    protect_credentials()
+    server = get_default_host_creds(address)
+    if credentials:
+        server.username, server.password = credentials.values()
     try:
-        return request(uri, *words)
+        return http_request(
+            server, endpoint, method, max_retries=0, timeout=10, raise_on_status=False, data=body
+        )
     except Exception as error:
         problem = f"no MLflow server answers at {without_password(uri)} ({root_cause(error)})"
         raise TemporaryError(problem, _CAUSES) from None

@@ -6,7 +6,6 @@ complete or absent.
 """
 
 import io
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,6 @@ class SavedEvaluation:
     """[K]: ids of the mistakes that are shown."""
     pixels: NDArray[np.uint8]
     """[K, 3, H, W]: those images."""
-
-    def shown_mistakes(self) -> Iterator[tuple[NDArray[np.uint8], int, int, float]]:
-        """Yield (pixels, predicted class, true class, confidence) of each of them."""
-        saved = self.predictions
-        for image, pixels in zip(self.mistakes, self.pixels, strict=True):
-            yield (
-                pixels,
-                int(saved.predicted[image]),
-                int(saved.labels[image]),
-                float(saved.confidence[image]),
-            )
 
 
 def find_mistakes(predictions: Predictions) -> NDArray[np.int64]:
@@ -83,10 +71,6 @@ def confusion_matrix(predictions: Predictions, classes: NDArray[np.int64]) -> ND
     return np.bincount(rows * size + columns, minlength=size**2).reshape(size, size)
 
 
-def evaluation_file(report: Path, step: int) -> Path:
-    return report / "data" / f"step-{step:08d}.npz"
-
-
 def step_of_evaluation(path: Path) -> int:
     return int(path.stem.removeprefix("step-"))
 
@@ -101,7 +85,7 @@ def save_evaluation(folder: RunFolder, step: int, evaluation: SavedEvaluation) -
     arrays = asdict(evaluation.predictions) | {
         "classes": np.array(evaluation.classes), "shown": evaluation.mistakes, "pixels": evaluation.pixels,
     }  # fmt: skip
-    _save(folder, evaluation_file(folder.report, step), **arrays)
+    _save(folder, folder.report / "data" / f"step-{step:08d}.npz", **arrays)
 
 
 def load_evaluation(path: Path) -> SavedEvaluation:

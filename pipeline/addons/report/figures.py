@@ -1,8 +1,8 @@
 """Figures of a run, drawn from its folder alone, for `report/` and for MLflow.
 
 Promise: training never draws. matplotlib is imported inside the functions, which run in a process
-beside the training (MLflow's sender) or after it (`pipeline report`). A figure that cannot be drawn
-does not keep the others from being drawn.
+beside the training (MLflow's sender) or after its last step. A figure that cannot be drawn does not
+keep the others from being drawn.
 """
 
 import io
@@ -137,10 +137,8 @@ def draw_reliability(evaluation: SavedEvaluation, title: str) -> bytes:
     images, correct, confidence = evaluation.predictions.calibration()
     used = np.flatnonzero(images)
     centres, width = (used + 0.5) / len(images), 0.9 / len(images)
-    accuracy, mean_confidence = (
-        correct[used] / images[used],
-        confidence[used] / CONFIDENCE_UNIT / images[used],
-    )
+    accuracy = correct[used] / images[used]
+    mean_confidence = confidence[used] / CONFIDENCE_UNIT / images[used]
     figure = _figure(5, 5)
     above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
     above.plot((0, 1), (0, 1), color="gray", linestyle="--", linewidth=0.8, label="calibrated")
@@ -169,7 +167,10 @@ def drawn_name(name: str, label: int) -> str:
 
     A class whose name has others is drawn as `class 3`, by its label.
     """
-    return _shorten(name, 24) if _drawable().issuperset(" ".join(name.split())) else f"class {label}"
+    line = " ".join(name.split())
+    if not _drawable().issuperset(line):
+        return f"class {label}"
+    return line if len(line) <= 24 else f"{line[:23]}…"
 
 
 def _style(size: float) -> dict[str, Any]:
@@ -195,8 +196,3 @@ def _png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=120)
     return buffer.getvalue()
-
-
-def _shorten(name: str, width: int) -> str:
-    line = " ".join(name.split())
-    return line if len(line) <= width else f"{line[: width - 1]}…"

@@ -11,7 +11,6 @@ import base64
 import io
 import re
 import shlex
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +46,7 @@ def render_page(folder: RunFolder) -> str:
     from jinja2 import Environment, StrictUndefined
 
     parts: dict[str, Callable[[RunFolder], Any]] = {
-        "summary": _summary, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
+        "summary": summarise, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
         "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
         "reliability diagram": _drawn("reliability"), "mistakes": _mistakes, "augmentation": _augmented,
         "time budget": _time_budget, "evaluations": _evaluations, "receipt": make_receipt,
@@ -69,12 +68,6 @@ def render_page(folder: RunFolder) -> str:
     return text.encode(errors="replace").decode()  # the name of a folder may not be valid Unicode
 
 
-def _summary(folder: RunFolder) -> dict[str, Any]:
-    run = summarise(folder)
-    best = run["best"] and {"step": run["best"]["step"], "top1": _number(run["best"]["top1"])}
-    return run | {"best": best, "began": _utc(run["began"]), "ended": _utc(run["ended"])}
-
-
 def _drawn(name: str) -> Callable[[RunFolder], str]:
     """Return a function that returns the picture `name` of a report. It raises OSError."""
     return lambda folder: _data_uri((folder.report / f"{name}.png").read_bytes())
@@ -90,11 +83,11 @@ def _confusions(folder: RunFolder) -> list[tuple[str, str, int]]:
 
 def _mistakes(folder: RunFolder) -> list[dict[str, Any]]:
     evaluation = evaluations.last_evaluation(folder.report)
-    names = evaluation.classes
-    return [
-        _tile(pixels, f"predicted {names[predicted]} ({confidence:.2f})", f"true {names[true]}")
-        for pixels, predicted, true, confidence in evaluation.shown_mistakes()
-    ]
+    found, names, tiles = evaluation.predictions, evaluation.classes, []
+    for image, pixels in zip(evaluation.mistakes, evaluation.pixels, strict=True):
+        predicted = f"predicted {names[found.predicted[image]]} ({found.confidence[image]:.2f})"
+        tiles.append(_tile(pixels, predicted, f"true {names[found.labels[image]]}"))
+    return tiles
 
 
 def _augmented(folder: RunFolder) -> list[dict[str, Any]]:
@@ -131,15 +124,11 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
 
 def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
     """Return the figures, the digest of the weights and its first digits, of each evaluation."""
-    keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
-    return [
-        (
-            [row["step"], *(_number(row.get(key)) for key in keys), row["images"]],
-            row["weights"],
-            row["weights"][7:23],
-        )
-        for row in make_receipt(folder)["evaluations"]
-    ]
+    keys, rows = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece"), []
+    for row in make_receipt(folder)["evaluations"]:
+        numbers = ("–" if row.get(key) is None else f"{row[key]:.4f}" for key in keys)
+        rows.append(([row["step"], *numbers, row["images"]], row["weights"], row["weights"][7:23]))
+    return rows
 
 
 def _commands(folder: RunFolder) -> dict[str, str | None]:
@@ -156,11 +145,3 @@ def _commands(folder: RunFolder) -> dict[str, str | None]:
 
 def _configuration(folder: RunFolder) -> str:
     return without_password(folder.config.read_text(encoding="utf-8"))
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def _utc(milliseconds: int | None) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(milliseconds // 1000)) if milliseconds else ""

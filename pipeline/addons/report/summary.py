@@ -1,6 +1,7 @@
 """A summary of a run: what it is, how it ended, how to repeat it. For its page, and for MLflow."""
 
 import shlex
+import time
 from typing import Any
 
 from pipeline.addons.ops.receipt import make_receipt, rank
@@ -29,10 +30,14 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         # those of the done line
         "figures": dict(word.split("=", 1) for word in (receipt["done"] or "").split()[1:]),
         "best": max(finite, key=rank, default=None),
-        "began": rows[0]["time"] if rows else None,
-        "ended": last["time"] if "status" in last else None,
+        "began": _utc(rows[0]["time"]) if rows else "",
+        "ended": _utc(last["time"]) if "status" in last else "",
         "receipt": receipt,
     }
+
+
+def _utc(milliseconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(milliseconds // 1000))
 
 
 def repeat_command(world: int, config: str = "config.yaml", run_dir: str = "runs/again") -> str:

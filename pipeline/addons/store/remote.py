@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,13 +118,6 @@ class StoreImages(SplitImages):
         if os.getpid() not in self._readers:
             self._readers[os.getpid()] = RangeReader(str(self.root), self.part)
         return self._readers[os.getpid()]
-
-    def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has no client and no cache
-        return _without_cache, (str(self.root), self.split, self.split_name, self.upright)
-
-
-def _without_cache(place: str, split: Split, split_name: str, upright: bool) -> StoreImages:
-    return StoreImages(Store(place), split, split_name, upright=upright)
 
 
 def open_index(place: str) -> Index:
