@@ -22,6 +22,7 @@ REPLACED: dict[str, str] = {
     "--numa-binding": "give it to torchrun, which starts the processes then",
     "--gang": f"{_LINKS}; in place of the one of k8s render, give --queue NAME (Kueue)",
     "--topology": _KUSTOMIZE,
+    "--rdma": _KUSTOMIZE,
     "--priority-class": _KUSTOMIZE,
     "--sheet": "the page of 'pipeline report' shows the most confident mistakes",
     "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",

@@ -35,8 +35,6 @@ _PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
     "::/0": ("fc00::/7", "fe80::/10"),
 }
 """All addresses -> except those of private networks and of a cloud's metadata service."""
-_LOCK_MEMORY = ("setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
-"""Starts a command as user 10001 with the capability IPC_LOCK, in a container of root."""
 
 
 def render(request: RenderOptions) -> dict[str, str]:
@@ -175,8 +173,6 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--shm {shm} is more than half of --memory {memory}", "raise --memory")
     if request.gpus and request.nproc != 1:
         raise RequestError(f"--nproc {request.nproc} is for pods without GPUs", "add --cpu")
-    if request.rdma and not request.gpus:
-        raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs", "leave --cpu out")
     if device == ("cpu" if request.gpus else "cuda"):
         pods = f"ask for {request.gpus} GPUs" if request.gpus else "with --cpu have no GPU"
         raise RequestError(f"run.device={device}, but the pods {pods}", "leave it out, or change --cpu")
@@ -247,8 +243,6 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     allowed = _allowed_nodes(request, config) if request.min_nodes else ()
     environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
-    if request.rdma:
-        environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; or NCCL falls back to TCP and only logs that
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {
@@ -262,7 +256,6 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes, request.min_nodes),
         "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
-        "init": ", ".join([*(_LOCK_MEMORY if request.rdma else ()), "tini", "--"]),
         "command": ", ".join(node.COMMAND),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip
