@@ -2,15 +2,13 @@
 
 Promise: the rehearsal runs what the cluster runs: the same image, the same name and variables of
 each node (`deploy.node`), and a preflight before each start. A node that fails is replaced, as by
-the Job controller, until too many have failed. Everything created (network, volume, containers) is
-removed at the end, also on Ctrl-C: all of it has one label, and removal finds it by that label, not
-by what this process remembers.
+the Job controller, until node 0 has succeeded or too many have failed. Everything created (network,
+volume, containers) is removed at the end, also on Ctrl-C: all of it has one label.
 """
 
 import argparse
 import contextlib
 import json
-import math
 import queue
 import signal
 import sys
@@ -35,7 +33,6 @@ from pipeline.guards.signals import handle
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
 _BACK_OFF_S = 1.0
-_LAST_NODES_S = 40.0  # longer than torchrun gives the ranks of a node to end
 _API_TIMEOUT_S = 60
 
 
@@ -118,14 +115,8 @@ class Cluster:
         _log(f"{self._name}: {nodes} nodes with image {self._options.image}")
         for node in range(nodes):
             self._start_node(node)
-        codes: dict[int, int] = {}
         replaced, limit = 0, node_settings.max_replacements(nodes, min_nodes)
-        deadline = math.inf
-        while len(codes) < nodes:
-            if time.monotonic() > deadline:
-                for node in self._nodes.keys() - codes.keys():
-                    with contextlib.suppress(APIError):  # it may just have ended
-                        self._nodes[node].kill()
+        while True:
             while faults and faults[0].step <= self._last_reported_step():
                 self._inject(faults.pop(0))
             try:
@@ -135,20 +126,18 @@ class Cluster:
             if isinstance(end, Exception) and not isinstance(end, TemporaryError):
                 raise end
             code = end if isinstance(end, int) else TemporaryError.code
-            if code == OK or OK in codes.values():  # once one node has succeeded, the training is complete
-                codes[node] = code
-                deadline = min(deadline, time.monotonic() + _LAST_NODES_S)
-            elif replaced == limit:
+            if code == OK and node == 0:  # rank 0 leaves last: the training is done
+                for fault in faults:
+                    _log(f"the training ended before step {fault.step}: did not {fault}")
+                return self._done_line or CRASH
+            if code != OK and replaced == limit:
                 _log(f"node {node} exited with {code}, and {limit} nodes were replaced already: giving up")
                 return CRASH
-            else:
+            if code != OK:
                 replaced += 1
                 _log(f"node {node} exited with {code} and is replaced ({replaced} of at most {limit})")
                 time.sleep(_BACK_OFF_S)
                 self._start_node(node)
-        for fault in faults:
-            _log(f"the training ended before step {fault.step}: did not {fault}")
-        return self._done_line or CRASH
 
     def close(self) -> None:
         """Remove all that was created. Raises APIError if something stays for a minute."""
