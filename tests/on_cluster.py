@@ -52,7 +52,7 @@ to a FINISHED run in MLflow. THAWED_S: how long the old pod of a thawed node is 
 
 
 class Run:
-    """One training on the cluster, with a time limit. Its folder and MLflow run have the case's name."""
+    """One training on the cluster, with a time limit. Its folder has the name of the case."""
 
     def __init__(self, case: "Case", cluster: Cluster, given: argparse.Namespace) -> None:
         self.case, self.run_name, self.cluster, self.given = case, case.name, cluster, given

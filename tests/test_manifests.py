@@ -275,7 +275,7 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
 def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_divide() -> None:
     found = documents(RenderOptions(nodes=5, min_nodes=1))
     assert problems(found) == []
-    assert settings(found).items() >= node.environment(5, 1, 1, (1, 2, 3, 4)).items()
+    assert settings(found).items() >= node.environment(5, 1, (1, 2, 3, 4)).items()
     assert settings(found)["PET_NNODES"] == "1:5"
     rendered = pipeline("k8s", "render", "--nodes", "1:5")
     assert list(yaml.safe_load_all(rendered.out)) == found

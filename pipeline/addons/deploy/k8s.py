@@ -182,13 +182,18 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
 
 
 def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
-    """Return the numbers of nodes that may train. Raises RequestError if there is none."""
-    return node.allowed_nodes(config, request.min_nodes or request.nodes, request.nodes, request.processes)
+    """Return the numbers of nodes with which an elastic job trains, () for another job.
+
+    Raises RequestError if no number divides the batch.
+    """
+    if not request.min_nodes:
+        return ()
+    return node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
 
 
 def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
-    nodes = _allowed_nodes(request, config)[-1] if request.min_nodes else request.nodes
+    nodes = max(_allowed_nodes(request, config), default=request.nodes)
     world = World(
         size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
         has_gpu=request.gpus > 0,
@@ -241,8 +246,7 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
-    allowed = _allowed_nodes(request, config) if request.min_nodes else ()
-    environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
+    environment = node.environment(request.nodes, request.processes, _allowed_nodes(request, config))
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {
