@@ -70,20 +70,6 @@ def render(request: RenderOptions) -> dict[str, str]:
     return manifests
 
 
-def render_example(request: RenderOptions, name: str) -> dict[str, str]:
-    """Return the text of an example, by file name. name: that of a file in manifests/examples/."""
-    if request.store and name != "mlflow-shared":
-        problem = f"--example {name} mounts the claim data, and --store has none"
-        raise RequestError(problem, "leave one of the two out")
-    if request.mlflow_auth and name == "mlflow-shared":
-        # MLflow keeps its users in a file beside it: this server has no disk, and may have replicas
-        problem = "--example mlflow-shared starts a server without a password"
-        raise RequestError(
-            problem, "leave --mlflow-auth out, and give the server your own basic-auth database"
-        )
-    return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(*_complete(request)))}
-
-
 def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
     """Return the text of a Job that sends the run in /runs/`run` to MLflow, by file name.
 

@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from pipeline import __version__
 from pipeline.cli.arguments import Parser, positive_int
 
-EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")  # files in manifests/examples/
-
 
 def count_or_range(text: str) -> tuple[int | None, int]:
     """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
