@@ -9,8 +9,7 @@ network.
 
   anatomy     the machine, and one update: hidden waits, kernels, the host's time; see anatomy.py
   headline    our loop and the minimal loop in bf16, eager and compiled
-  checks      SIGKILL, SIGTERM, bit-identical resumption and repetition, accuracy, doctor
-  nan         the end of a run whose loss is not finite
+  checks      SIGKILL, SIGTERM, same bits after them and in a repetition, accuracy, NaN, doctor
   jpeg, pack  our loop with the data loader, from the images of --images, and from a pack of them
   cifar       cifar10-fast from the folder --cifar, as it is, and compiled without determinism
   graphs      a small model, compiled, without and with CUDA graphs
@@ -42,7 +41,7 @@ _SMALL = ("model.arch=resnet18_cifar", "augment.size=32", "batch.global=128")
 _COMPILED = ("run.deterministic=false", "train.compile=on", "evaluate.every=4 epochs")
 _PIPELINE, _UNTRACKED = ("-P", "-m", "pipeline"), ("track.uri=none", "track.report=false")
 _PARTS = {  # seconds on one H100; those of checks, jpeg, pack and fp16 are estimates
-    "anatomy": 150, "headline": 90, "checks": 130, "nan": 15, "jpeg": 65, "pack": 65, "cifar": 75,
+    "anatomy": 150, "headline": 90, "checks": 145, "jpeg": 65, "pack": 65, "cifar": 75,
     "graphs": 100, "bf16": 60, "fp16": 75,
 }  # fmt: skip
 _NEEDS_GPU = ("graphs", "fp16")
@@ -105,12 +104,11 @@ class Suite:
                     for run in (mode, f"{mode}-again"):
                         self._row(run, self._compare_weights, mode, run)
                 self._row("digits", self._reach_target)
+                self._row("nan", self._diverge)
                 self._row("doctor", lambda: self._run(*self._digits("doctor", command="doctor")) and "ok")
             case "cifar":
                 self._row("as it is", self._train_cifar, "as-it-is")
                 self._row("compiled", self._train_cifar, "compiled", *_COMPILED)
-            case "nan":
-                self._row(part, self._diverge)
 
     def _print(self, text: str) -> None:
         """Print a line, and add it to the file of --write."""

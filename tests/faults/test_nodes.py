@@ -238,6 +238,16 @@ def _is_finished(run: Job) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.fault("I1")
+def test_the_next_preflight_finds_that_the_loss_was_not_finite(make: Make) -> None:
+    with make(2, "optimizer.lr=1e6", "schedule.warmup=0") as nodes:
+        nodes.start_all()
+        assert [nodes[index].process.wait(120 * SHARING) for index in range(2)] == [1, 1], nodes.log()
+        assert len(nodes.run.starts()) == 1, "it is not restarted"
+        assert nodes.start(0, "pipeline", "doctor").process.wait(60 * SHARING) == 3, nodes.log()
+
+
+@pytest.mark.full
 @pytest.mark.fault("L4", ci=1, long=3)
 @pytest.mark.parametrize("phase", ["preflight", "silent peer", "rendezvous"])
 def test_a_node_evicted_before_training_is_gone_in_seconds(
