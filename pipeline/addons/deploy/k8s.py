@@ -9,9 +9,11 @@ are applied.
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_network
 from pathlib import Path
+from textwrap import indent
 from urllib.parse import urlsplit
 
 import yaml
@@ -20,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipeline.addons.deploy import node
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
-from pipeline.config.load import from_yaml, load, recipe_text
+from pipeline.config.load import load, recipe_text
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
 from pipeline.data.sources import DIGITS_SIZE, open_source
@@ -55,19 +57,7 @@ def render(request: RenderOptions) -> dict[str, str]:
     if request.no_recovery:
         names.remove("60-recovery.yaml")
     values = _values(request, config)
-    manifests = {name: _fill(name, values) for name in names}
-    config_map = "10-config.yaml"
-    try:
-        recipe = yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"]
-        in_pod = from_yaml(
-            recipe, config_map, [*request.overrides, "run.dir=/runs"], is_saved=False
-        ).to_yaml()
-    except (yaml.YAMLError, RequestError):
-        in_pod = ""
-    if in_pod != config.to_yaml():
-        remedy = "start its lines without indentation, and use plain letters in its name"
-        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap", remedy)
-    return manifests
+    return {name: _fill(name, values) for name in names}
 
 
 def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
@@ -238,7 +228,7 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     return {
         **vars(request),
         "job": node.JOB, "host": node.host_name(0), "environment": environment,
-        "run": name, "recipe": text.rstrip(), "access": access,
+        "run": name, "recipe": _scalar(text), "access": access,
         "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
         **_store_values(request),
         "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
@@ -249,3 +239,12 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
         "command": ", ".join(node.COMMAND),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip
+
+
+def _scalar(text: str) -> str:
+    """Return a recipe as a value of the ConfigMap: with its own lines, unless that changes it."""
+    block = f"|\n{indent(text.rstrip(), 4 * ' ')}\n"
+    with suppress(yaml.YAMLError):
+        if yaml.safe_load(f"recipe.yaml: {block}") == {"recipe.yaml": f"{text.rstrip()}\n"}:
+            return block.rstrip()
+    return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip()
