@@ -79,15 +79,12 @@ class RefreshedLock(Lock):
             age_s = max(now - then for now, then in zip(_read_clocks(), self._refreshed_at, strict=True))
             if age_s > 2 * REFRESH_S and not self._touch():
                 return False
-            named = os.stat(self.path)
+            named, held = os.stat(self.path), os.fstat(self.descriptor)
+            # not by opening the file: closing that descriptor would drop the lock
+            has_content = os.pread(self.descriptor, len(self._content) + 1, 0) == self._content
         except FileNotFoundError:
             return True
-        except OSError:
-            return False
-        try:  # not by opening the file: closing that descriptor would drop the lock
-            held = os.fstat(self.descriptor)
-            has_content = os.pread(self.descriptor, len(self._content) + 1, 0) == self._content
-        except OSError:  # the NFS server has given the lock away (EIO) or has no such file any more (ESTALE)
+        except OSError:  # such as EIO: the NFS server has given the lock away; ESTALE: it has no such file
             return False
         return has_content and held.st_nlink > 0 and os.path.samestat(named, held)
 
