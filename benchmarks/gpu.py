@@ -3,39 +3,28 @@
   python benchmarks/gpu.py --images data/imagenette/train --write rows.txt
   python benchmarks/gpu.py --limit 300 --only checks --only anatomy
 
-A part starts only if the seconds that an H100 needs for it are left of --limit, it ends after twice
-as many, and if it fails, the rest still runs. Each row is printed as soon as it is known. MLflow
-and a network are not needed.
+A part starts only if the seconds that an H100 needs for it are left of --limit, and if it fails,
+the rest still runs. Each row is printed as soon as it is known. It needs neither MLflow nor a
+network.
 
-  facts       the machine
-  anatomy     one update: hidden waits, kernels, the host's time; see anatomy.py
+  anatomy     the machine, and one update: hidden waits, kernels, the host's time; see anatomy.py
   headline    our loop and the minimal loop in bf16, eager and compiled
-  checks      SIGKILL, SIGTERM, bit-identical resumption and repetition, accuracy, doctor
-  nan         the end of a run whose loss is not finite
+  checks      SIGKILL, SIGTERM, same bits after them and in a repetition, accuracy, NaN, doctor
   jpeg, pack  our loop with the data loader, from the images of --images, and from a pack of them
   cifar       cifar10-fast from the folder --cifar, as it is, and compiled without determinism
   graphs      a small model, compiled, without and with CUDA graphs
   bf16, fp16  as headline, with the loops of torchvision and timm
-  memory      the largest pass, and a batch that needs two
-  against     our loop and that of the checkout --against, in turn
 """
 
-import json
-import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from statistics import mean
-from subprocess import DEVNULL, PIPE, Popen
-from threading import Timer
 
-from anatomy import ROWS
 from data import link_images
 from rounds import TurnError, row, run_script
 
@@ -51,13 +40,12 @@ _MODEL = (
 _SMALL = ("model.arch=resnet18_cifar", "augment.size=32", "batch.global=128")
 _COMPILED = ("run.deterministic=false", "train.compile=on", "evaluate.every=4 epochs")
 _PIPELINE, _UNTRACKED = ("-P", "-m", "pipeline"), ("track.uri=none", "track.report=false")
-_PARTS = {  # seconds on one H100; those of checks, jpeg, pack, fp16 and against are estimates
-    "facts": 12, "anatomy": 75, "headline": 90, "checks": 130, "nan": 15, "jpeg": 65, "pack": 65, "cifar": 75,
-    "graphs": 100, "bf16": 60, "fp16": 75, "memory": 100, "against": 160,
+_PARTS = {  # seconds on one H100; those of checks, jpeg, pack and fp16 are estimates
+    "anatomy": 150, "headline": 90, "checks": 145, "jpeg": 65, "pack": 65, "cifar": 75,
+    "graphs": 100, "bf16": 60, "fp16": 75,
 }  # fmt: skip
-_ANATOMY = {"facts": ROWS[:1], "anatomy": ROWS[1:-1], "memory": ROWS[-1:]}
-_NEEDS_GPU = ("graphs", "fp16", "memory")
-_NEEDS_FOLDER = {"jpeg": "images", "pack": "images", "cifar": "cifar", "against": "against"}
+_NEEDS_GPU = ("graphs", "fp16")
+_NEEDS_FOLDER = {"jpeg": "images", "pack": "images", "cifar": "cifar"}
 
 
 class Suite:
@@ -69,7 +57,7 @@ class Suite:
         self._is_on_cpu = load("digits", self._model).run.device == "cpu"
         if not self._is_on_cpu and not machine.has_gpu():
             raise machine.no_gpu_error()
-        self._end = self._part_end = time.monotonic() + options.limit
+        self._end = time.monotonic() + options.limit
         self._weights: dict[str, str] = {}  # mode -> digest of the weights of its first run
         self._log: list[str] = []  # of the last command
         self.failed: list[str] = []  # rows, and parts without time
@@ -77,7 +65,6 @@ class Suite:
     def measure(self, part: str) -> None:
         """Run a part, if it can run here and its time is left, and print its rows."""
         seconds, left, folder = _PARTS[part], self._end - time.monotonic(), _NEEDS_FOLDER.get(part)
-        self._part_end = min(self._end, time.monotonic() + 2 * seconds)
         self._print(f"{part}, about {seconds} s on an H100:")
         if folder and not getattr(self._options, folder):
             self._print(f"  not run: give --{folder} DIR")
@@ -93,9 +80,8 @@ class Suite:
         if part in ("jpeg", "pack") and not images.exists():
             link_images(self._options.images, images, at_least=8 * self._options.batch)
         match part:
-            case "facts" | "anatomy" | "memory":
-                rows = [f"--only={name}" for name in _ANATOMY[part]]
-                self._row(part, self._show, "anatomy", *rows, *self._model)
+            case "anatomy":
+                self._row(part, self._show, "anatomy", *self._model)
             case "headline":
                 self._loops(part, "plain", 5, 20)
             case "bf16" | "fp16":
@@ -118,14 +104,11 @@ class Suite:
                     for run in (mode, f"{mode}-again"):
                         self._row(run, self._compare_weights, mode, run)
                 self._row("digits", self._reach_target)
+                self._row("nan", self._diverge)
                 self._row("doctor", lambda: self._run(*self._digits("doctor", command="doctor")) and "ok")
             case "cifar":
                 self._row("as it is", self._train_cifar, "as-it-is")
                 self._row("compiled", self._train_cifar, "compiled", *_COMPILED)
-            case "nan":
-                self._row(part, self._diverge)
-            case "against":
-                self._row(part, self._compare_checkouts)
 
     def _print(self, text: str) -> None:
         """Print a line, and add it to the file of --write."""
@@ -140,34 +123,23 @@ class Suite:
         self._print(row(name, measure, *arguments))
 
     def _show(self, script: str, *arguments: str) -> str:
-        """Run a script of this folder, which prints rows."""
-        self._run(str(Path(__file__).with_name(f"{script}.py")), *arguments, prints=True)
+        """Run a script of this folder, and print its rows when they come."""
+        command = [sys.executable, str(Path(__file__).with_name(f"{script}.py")), *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
+            assert process.stdout
+            for line in process.stdout:
+                self._print(line.rstrip())
+        if process.returncode:
+            raise TurnError(f"exit {process.returncode}")
         return "done"
 
     def _loops(self, name: str, loops: str, rounds: int, steps: int, *words: str) -> None:
-        rows = [f"--only={loop}" for loop in loops.split()]
-        self._row(name, self._show, "loop", *rows, *self._arguments(rounds, steps), *words)
-
-    def _arguments(self, rounds: int, steps: int) -> list[str]:
-        """Return what each comparison gives to loop.py."""
         if self._options.quick:
             rounds, steps = 1, 2
+        rows = [f"--only={loop}" for loop in loops.split()]
+        size = (f"--rounds={rounds}", f"--steps={steps}")
         compiled = [] if self._is_on_cpu else ["train.compile=on"]
-        return [f"--rounds={rounds}", f"--steps={steps}", *compiled, *self._model]
-
-    def _compare_checkouts(self) -> str:
-        """Run loop.py of this checkout and of --against in turn, twice; compare the means."""
-        here, there = str(Path(__file__).parents[1]), str(self._options.against.absolute())
-        flags = ["--json", "--only=plain", *self._arguments(3, 20)]
-        speeds: dict[str, dict[str, list[float]]] = defaultdict(lambda: {here: [], there: []})
-        for folder in (here, there, here, there):
-            found = self._run(f"{folder}/benchmarks/loop.py", *flags, PYTHONPATH=folder)
-            for figures in json.loads(found)["rows"]:
-                speeds[figures["name"]][folder].append(figures["images_per_s"])
-        for name, of in speeds.items():
-            ratio = mean(of[here]) / mean(of[there])
-            self._print(f"  {name:<20} here {of[here]}, there {of[there]} images/s, ratio {ratio:.3f}")
-        return there
+        self._row(name, self._show, "loop", *rows, *size, *compiled, *self._model, *words)
 
     def _reach_target(self) -> str:
         """Train the digits to the end, and profile five steps."""
@@ -190,7 +162,8 @@ class Suite:
         command = [sys.executable, *self._digits("stopped", "deterministic")]
         folder = self._folder / "stopped/checkpoints"
         before = set(folder.glob("step-*.pt"))
-        with Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
+        quiet = subprocess.DEVNULL
+        with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
             try:
                 while process.poll() is None and set(folder.glob("step-*.pt")) <= before:
                     self._seconds_left()
@@ -221,40 +194,26 @@ class Suite:
         short = ["train.max_steps=42", "checkpoint.every=4 steps", f"run.{mode}=true"] if mode else []
         return [*words, f"data.root={self._folder / 'digits'}", *short, *self._options.overrides]
 
-    def _run(self, *arguments: str, code: int = 0, prints: bool = False, **env: str) -> str:
+    def _run(self, *arguments: str, code: int = 0) -> str:
         """Run Python; keep its log, and return its output.
 
-        prints: also print its lines at once. Raises TurnError if it exits with another code, or if
-        the part's time ends before it.
+        Raises TurnError if it exits with another code, or if the time ends before it.
         """
-        lines = []
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log, Popen(
-            [sys.executable, *arguments], stdout=PIPE, stderr=log, encoding="utf-8", errors="replace",
-            env={**os.environ, **env}, start_new_session=True,
-        ) as process:  # fmt: skip
-            limit = Timer(self._seconds_left(), os.killpg, (process.pid, signal.SIGKILL))
-            limit.start()
-            try:
-                assert process.stdout
-                for line in process.stdout:
-                    lines.append(line)
-                    if prints:
-                        self._print(line.rstrip())
-                process.wait()
-            finally:
-                limit.cancel()
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # all that it started
-            log.seek(0)
-            self._log = log.read().splitlines()
-        if process.returncode != code:
-            end = one_line("; ".join(self._log)[-500:], 500)  # with the last rounds of a comparison
-            late = "no time left, " if time.monotonic() >= self._part_end else ""
-            raise TurnError(f"{late}exit {process.returncode}: {end}")
-        return "".join(lines).strip()
+        command = [sys.executable, *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False,
+                timeout=self._seconds_left(),
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise TurnError("no time left") from None
+        self._log = done.stderr.splitlines()
+        if done.returncode != code:
+            raise TurnError(f"exit {done.returncode}: {one_line('; '.join(self._log)[-500:], 500)}")
+        return done.stdout.strip()
 
     def _seconds_left(self) -> float:
-        left: float = self._part_end - time.monotonic()
+        left: float = self._end - time.monotonic()
         if left <= 0:
             raise TurnError("not run: no time left")
         return left
@@ -282,7 +241,6 @@ if __name__ == "__main__":
     add("--write", type=path, metavar="FILE", help="also add the rows to this file")
     add("--images", type=path, metavar="DIR", help="an image folder, preferably of photos")
     add("--cifar", type=path, metavar="DIR", help="CIFAR-10 as an image folder")
-    add("--against", type=path, metavar="DIR", help="another checkout of this project")
     add("--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)")
     add("--quick", action="store_true", help="compare two steps in one round, to try the script itself")
     run_script(parser, measure)

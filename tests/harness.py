@@ -414,6 +414,19 @@ def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> N
     assert len(seen) == len(set(seen)) == global_batch * len(trace)
 
 
+def assert_same(run: Job, expected: Job) -> None:
+    """Assert that a finished run has the weights, samples and figures of an undisturbed one."""
+    ours, theirs = (
+        {row["line"] for row in read_rows(job.folder / "journal.jsonl") if row.get("status") == "FINISHED"}
+        for job in (run, expected)
+    )
+    assert len(ours) == 1
+    assert ours == theirs
+    assert_each_sample_once(run.trace(), 48)
+    assert run.trace() == expected.trace()
+    assert run.journal("train/", "val/") == expected.journal("train/", "val/")
+
+
 def kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -126,12 +126,7 @@ def _pods(documents: list[Document]) -> Rules:
         yield str(gpus) == config["PET_NPROC_PER_NODE"], "one process for each GPU"
         yield "run.device=cuda" in request_of(trainer), "a pod that asks for GPUs and gets none fails"
     for container in (preflight, trainer):
-        words = container["command"]
-        if container["securityContext"].get("runAsUser") == 0:
-            first = ["setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock"]
-            yield words[:4] == first, "root is given up before anything else, except IPC_LOCK"
-            words = words[4:]
-        yield words[:2] == ["tini", "--"], "an init passes SIGTERM on from the first moment"
+        yield container["command"][:2] == ["tini", "--"], "an init passes SIGTERM on from the first moment"
 
 
 def _server(documents: list[Document]) -> Rules:
@@ -195,20 +190,15 @@ def _network(documents: list[Document]) -> Rules:
 
 
 def _restricted(documents: list[Document]) -> Rules:
-    """Pod Security `restricted`, and read-only root file systems.
-
-    With RDMA the trainers have IPC_LOCK, and start as root to get it.
-    """
-    locks_memory = "NCCL_NET" in settings(documents)
-    level = "privileged" if locks_memory else "restricted"
+    """Pod Security `restricted`, and read-only root file systems."""
     labels = one_of_kind(documents, "Namespace")["metadata"]["labels"]
-    yield labels.get("pod-security.kubernetes.io/enforce") == level, f"Pod Security {level}"
+    yield labels.get("pod-security.kubernetes.io/enforce") == "restricted", "Pod Security restricted"
     for document in documents:
         if document["kind"] in ("Job", "Deployment"):
-            yield from _restricted_pod(document, locks_memory)
+            yield from _restricted_pod(document)
 
 
-def _restricted_pod(document: Document, locks_memory: bool = False) -> Rules:
+def _restricted_pod(document: Document) -> Rules:
     pod = pod_of(document)
     context = pod.get("securityContext", {})
     yield not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")), "no namespace of the host"
@@ -224,9 +214,8 @@ def _restricted_pod(document: Document, locks_memory: bool = False) -> Rules:
         security, name = container.get("securityContext", {}), container["name"]
         yield security.get("allowPrivilegeEscalation") is False, f"{name}: no new privileges"
         yield security.get("readOnlyRootFilesystem") is True, f"{name}: a read-only root file system"
-        added = {"add": ["IPC_LOCK", "SETUID"]} if locks_memory and name == "trainer" else {}
-        yield security.get("capabilities") == {"drop": ["ALL"], **added}, f"{name}: capabilities"
-        yield bool(added) or "runAsUser" not in security, f"{name}: the pod's user"
+        yield security.get("capabilities") == {"drop": ["ALL"]}, f"{name}: no capabilities"
+        yield "runAsUser" not in security, f"{name}: the pod's user"
         resources = container.get("resources", {})
         yield "memory" in resources.get("limits", {}), f"{name}: limits"
         yield "cpu" in resources.get("requests", {}), f"{name}: requests"

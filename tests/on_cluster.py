@@ -46,35 +46,21 @@ WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 s
 NO_COMMANDS = "give --freeze and --thaw, the commands that stop and restart a node"
 POLL_S = 1.0
 FAULT_STEP, SECOND_FAULT_STEP = 40, 100
-DARK_S, STOPPED_S, COMPLETE_S, MLFLOW_S, THAWED_S = 300, 15, 60, 60, 30
-"""Limits: until training continues without a lost node, until an evicted pod is gone, from the end
-of pod 0 to Complete, from there to a FINISHED run in MLflow. THAWED_S: how long the old pod of a
-thawed node is watched."""
-
-
-class NotShownError(Failure):
-    """The fault came too late to test anything; another try may be in time."""
+DARK_S, STOPPED_S, MLFLOW_S, THAWED_S = 300, 15, 60, 30
+"""Limits: until training continues without a lost node, until an evicted pod is gone, from Complete
+to a FINISHED run in MLflow. THAWED_S: how long the old pod of a thawed node is watched."""
 
 
 class Run:
-    """One training on the cluster, with a time limit.
+    """One training on the cluster, with a time limit. Its folder has the name of the case."""
 
-    name: the name of its folder and of its MLflow run.
-    """
-
-    def __init__(self, case: "Case", name: str, cluster: Cluster, given: argparse.Namespace) -> None:
-        self.case, self.run_name, self.cluster, self.given = case, name, cluster, given
-        self.documents = documents(case, given, name)
+    def __init__(self, case: "Case", cluster: Cluster, given: argparse.Namespace) -> None:
+        self.case, self.run_name, self.cluster, self.given = case, case.name, cluster, given
+        self.documents = documents(case, given)
         self.end = math.inf
         self.note = ""
 
-    def wait(
-        self,
-        text: str,
-        condition: Callable[[], Any],
-        within_s: float = math.inf,
-        pause_s: float | None = None,
-    ) -> Any:
+    def wait(self, text: str, condition: Callable[[], Any], within_s: float = math.inf) -> Any:
         """Poll until the condition is true; return its value.
 
         Raises Failure after the time limit, and at once if the Job has failed. A kubectl command
@@ -92,7 +78,7 @@ class Run:
                 raise Failure(f"the Job is {outcome}, while the test waited for {text}")
             if time.monotonic() > end:
                 raise Failure(f"the test waited too long for {text}{problem}")
-            time.sleep(POLL_S if pause_s is None else pause_s)
+            time.sleep(POLL_S)
 
     def rows(self) -> list[dict[str, Any]]:
         return self.cluster.journal(self.run_name)
@@ -170,16 +156,6 @@ def is_active(pod: dict[str, Any]) -> bool:
     return pod["status"].get("phase") in ("Pending", "Running")
 
 
-def ends(pod: dict[str, Any], container: str) -> list[int]:
-    """Return the exit code of a container of a pod, in a list; [] if it has not ended."""
-    statuses = [
-        *(pod["status"].get("initContainerStatuses") or []),
-        *(pod["status"].get("containerStatuses") or []),
-    ]
-    found = [status["state"] for status in statuses if status["name"] == container]
-    return [state["terminated"]["exitCode"] for state in found if "terminated" in state]
-
-
 def remove_pod(index: int, *, by_eviction: bool = False) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
         run.wait_for_step(FAULT_STEP)
@@ -215,31 +191,6 @@ def evict_while_waiting(run: Run) -> None:
     run.wait("the evicted pod to be gone", lambda: run.is_gone(pod), STOPPED_S)
     run.note = f"gone in {time.monotonic() - began:.0f} s"
     run.patch(parallelism=one(run.documents, "Job", "trainer")["spec"]["completions"])
-
-
-def lose_peer_at_the_end(run: Run) -> None:
-    """Delete pod 1 without grace as soon as the journal has the FINISHED row.
-
-    Pod 1 normally ends before pod 0, which waits for it, so little time is left. Raises
-    NotShownError if pod 1 had already ended.
-    """
-    run.wait_for_step(SECOND_FAULT_STEP)
-    peer = run.name(1)
-    run.wait("the FINISHED row of the journal", lambda: is_finished(run.rows()), pause_s=0)
-    began = time.monotonic()
-    is_running = any(
-        pod["metadata"]["name"] == peer
-        and pod["status"].get("phase") == "Running"
-        and not ends(pod, "trainer")
-        for pod in run.cluster.pods(1)
-    )
-    if not is_running:
-        raise NotShownError("pod 1 had ended before it could be deleted")
-    run.cluster.kubectl("delete", "pod", peer, "--grace-period=0", "--force", "--wait=false")
-    delay = time.monotonic() - began
-    run.wait("the Job to complete", run.is_complete, COMPLETE_S)
-    seconds = time.monotonic() - began
-    run.note = f"pod 1 was still running, deleted in {delay:.1f} s, complete after {seconds:.0f} s"
 
 
 def shrink_and_grow(run: Run) -> float:
@@ -326,8 +277,6 @@ class Case:
     """Runs once the Job is complete."""
     parallelism: int | None = None
     """Pods that the Job starts with; None: all."""
-    tries: int = 1
-    """Trainings at most, if the fault comes too late to test anything."""
 
 
 _EXACT = ("run.exact=true",)
@@ -342,7 +291,6 @@ CASES = {
         Case("evicted-node-0", "pod 0 evicted", remove_pod(0, by_eviction=True)),
         Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting,
              parallelism=1),
-        Case("peer-lost-at-the-end", "pod 1 lost once the run is FINISHED", lose_peer_at_the_end, tries=3),
         Case("suspended", "the Job suspended and resumed, twice", suspend),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
         Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"),
@@ -370,10 +318,10 @@ def render_texts(*words: str) -> list[str]:
         return [path.read_text() for path in sorted(Path(folder).glob("*.yaml"))]
 
 
-def documents(case: Case, given: argparse.Namespace, run: str) -> list[Document]:
-    """Return the manifests of a case, for a run of this name."""
+def documents(case: Case, given: argparse.Namespace) -> list[Document]:
+    """Return the manifests of a case, for a run of its name."""
     found = render(given, *case.options)
-    one(found, "ConfigMap", "trainer")["data"]["RUN_DIR"] = f"/runs/{run}"
+    one(found, "ConfigMap", "trainer")["data"]["RUN_DIR"] = f"/runs/{case.name}"
     if case.parallelism:
         one(found, "Job", "trainer")["spec"]["parallelism"] = case.parallelism
     return found
@@ -468,23 +416,16 @@ def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Res
 def attempt(
     case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None
 ) -> None:
-    """Run one case, again if its fault came too late; save the evidence if it does not pass."""
-    for number in range(1, case.tries + 1):
-        name = case.name if number == 1 else f"{case.name}-{number}"
-        result.result, result.why = "failed", "interrupted"
-        try:
-            train(Run(case, name, cluster, given), result, expected)
-            result.result = "passed"
-        except NotShownError as failure:
-            result.why = f"not shown in {number} {'tries' if number > 1 else 'try'}: {failure}"
-            if number < case.tries:
-                continue
-        except Failure as failure:
-            result.why = str(failure)
-        finally:
-            if result.result != "passed":
-                print(f"  {result.why}; evidence is in {cluster.save_evidence(name)}", flush=True)
-        break
+    """Run one case; save the evidence if it does not pass."""
+    result.result, result.why = "failed", "interrupted"
+    try:
+        train(Run(case, cluster, given), result, expected)
+        result.result = "passed"
+    except Failure as failure:
+        result.why = str(failure)
+    finally:
+        if result.result != "passed":
+            print(f"  {result.why}; evidence is in {cluster.save_evidence(case.name)}", flush=True)
     print(f"  {row(result)}", flush=True)
 
 
@@ -500,7 +441,7 @@ def dry_run(given: argparse.Namespace, cases: list[Case]) -> list[str]:
     """Render and check the manifests of every case; return the problems."""
     found = []
     for case in cases:
-        rendered = documents(replace(case, parallelism=None), given, case.name)
+        rendered = documents(replace(case, parallelism=None), given)
         alone = [helper(rendered, "node-1"), *(render(given, "--sync", case.name) if case.after else [])]
         lines = problems(rendered) + [line for document in alone for line in problems_alone(document)]
         found += [f"{case.name}: {line}" for line in lines]

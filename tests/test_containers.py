@@ -2,10 +2,8 @@
 
 import http.client
 import json
-import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -349,24 +347,6 @@ def test_a_host_name_that_is_not_allowed_is_refused(project: Project) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=20)
     assert refused.value.code == 403
-
-
-def test_a_change_of_the_code_reuses_the_cached_packages(images: None, tmp_path: Path) -> None:
-    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for path in ROOT.glob("requirements*.lock"):
-        shutil.copy(path, tmp_path)
-    for folder in ("pipeline", "benchmarks", "docker"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    with open(tmp_path / "pipeline/world.py", "a") as file:
-        file.write("# changed\n")
-    base = ["--build-arg", f"BASE_IMAGE={os.environ['BASE_IMAGE']}"] if "BASE_IMAGE" in os.environ else []
-    started = time.monotonic()
-    log = docker("build", "--progress", "plain", "--tag", "ddp-pipeline:changed", *base, str(tmp_path))
-    print(f"built in {time.monotonic() - started:.0f} s")
-    steps = re.split(r"\n(?=#\d+ \[)", log)
-    assert all("CACHED" in step for step in steps if "pip install --require-hashes" in step), log[-3000:]
-    docker("image", "rm", "ddp-pipeline:changed")
 
 
 @pytest.mark.parametrize(

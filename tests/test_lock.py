@@ -221,9 +221,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job
     return run
 
 
-def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
-    words = ("train.epochs=2", f"data.workers={nproc}", "checkpoint.every=5 steps", *more)
-    return Job(folder, ["digits", f"data.root={digits}", *SMALL, *words], nproc=nproc)
+def job(folder: Path, digits: Path, *more: str) -> Job:
+    words = ("train.epochs=2", "data.workers=1", "checkpoint.every=5 steps", *more)
+    return Job(folder, ["digits", f"data.root={digits}", *SMALL, *words])
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -232,23 +232,19 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.mark.parametrize("phase", ["save", pytest.param("two ranks", marks=pytest.mark.full)])
-def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
-    tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, seed: int
+def test_a_run_that_was_taken_over_in_a_save_writes_nothing_when_it_returns(
+    tmp_path: Path, digits: Path, uninterrupted: Job, seed: int
 ) -> None:
+    """faults/test_nodes.py has it for several nodes, at any instant."""
     draw = random.Random(seed)
-    old = job(tmp_path / "run", digits, nproc=2 if phase == "two ranks" else 1).start()
+    old = job(tmp_path / "run", digits).start()
     old.wait_for_step(draw.randint(6, 20))
-    if phase == "save":
-        old.wait_until(old.is_saving, "save", pause=0.0005)
-    else:
-        time.sleep(draw.uniform(0, 0.2))
+    old.wait_until(old.is_saving, "save", pause=0.0005)
     result = (new := taken_over(old, draw.randint(1, 10))).wait()
     assert result.code == 0
     assert_each_sample_once(new.trace(), 48)
-    if phase != "two ranks":
-        assert result.out == uninterrupted.output()
-        assert new.trace() == uninterrupted.trace()
+    assert result.out == uninterrupted.output()
+    assert new.trace() == uninterrupted.trace()
 
 
 def taken_over(old: Job, steps: int) -> Job:
@@ -264,7 +260,7 @@ def taken_over(old: Job, steps: int) -> Job:
         age(path)
     link = old.folder.with_name("new")  # so that the output of the two has files of its own
     link.symlink_to(old.folder)
-    new = Job(link, old.arguments, nproc=old.nproc).start()
+    new = Job(link, old.arguments).start()
     new.wait_for_step(old.step() + steps)
     assert f"from process {holder} on " in new.log()
     for pid in new.processes():

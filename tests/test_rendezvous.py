@@ -4,28 +4,32 @@ The agents run on this machine. tests/faults/test_nodes.py has them in network n
 """
 
 import random
+import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from faults.ledger import Notes
 from harness import (
     SHARING,
     SMALL,
     Job,
     assert_each_sample_once,
+    assert_same,
     children,
     environment,
     free_port,
     kill,
+    pipeline,
     read_rows,
     torchrun,
-)  # fmt: skip
+)
+from object_store import Bucket
 
 from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node
 from pipeline.record.checkpoint_files import step_of
@@ -89,7 +93,8 @@ def test_a_node_that_was_just_killed_is_not_in_the_next_round_and_is_named() -> 
     membership, found = Membership(LEADER, [2]), nodes(3, now=20)
     found[2] = replace(found[2], heard=12)
     assert membership.update(found, 20).members == (1, 3)
-    assert Membership(LEADER, [3]).waiting_for({1: found[1], 3: found[3]}, 20) == "trainer-1"
+    lacking = Membership(LEADER, [3]).waiting_for({1: found[1], 3: found[3]}, 20)
+    assert lacking == "more nodes (2 of 3 are here: trainer-0, trainer-2)"
 
 
 def test_an_agent_that_never_comes_back_is_not_waited_for_without_end() -> None:
@@ -245,32 +250,6 @@ def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path
     assert "Traceback" not in agents.log()
 
 
-FINISHED_NODE = """
-import sys
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-from pipeline.addons.deploy import rendezvous
-rendezvous._is_this_machine = lambda host: False  # both nodes are this machine
-rendezvous.Rendezvous(RendezvousParameters("pipeline", sys.argv[1], "test", 2, 2))
-"""
-
-
-def test_a_leader_that_waits_leaves_when_another_node_finds_the_run_finished(
-    tmp_path: Path, digits: Path
-) -> None:
-    agents = Agents(tmp_path, digits, "2")
-    (tmp_path / "finished").write_text("done step=60")
-    env = environment(PIPELINE_FINISHED=str(tmp_path / "finished"))
-    try:
-        agents.start()
-        agents.wait_for_leader()
-        finished = [sys.executable, "-c", FINISHED_NODE, agents.endpoint]
-        subprocess.run(finished, env=env, check=True, timeout=60 * SHARING)
-        assert agents.running[0].wait(60 * SHARING) == 0, agents.log()
-    finally:
-        agents.close()
-    assert "the training is done on the other nodes" in agents.log()
-
-
 def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: Path) -> None:
     agents = Agents(tmp_path, digits, "2", "train.epochs=1000")
     try:
@@ -296,6 +275,47 @@ def test_wrong_options_are_refused(tmp_path: Path, digits: Path) -> None:
     agents = Agents(tmp_path, digits, "1:3", conf="allowed_nodes=4+8").start()
     assert agents.running[0].wait(30 * SHARING) == 2
     assert "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3" in agents.log()
+
+
+@pytest.mark.full
+@pytest.mark.fault("K5", ci=1, long=10)
+@pytest.mark.usefixtures("jpegtran")
+def test_node_0_lost_with_its_disk_continues_from_the_bucket(
+    tmp_path: Path, digits: Path, bucket: Bucket, seed: int, notes: Notes
+) -> None:
+    """Each node has a disk of its own. That of the new rank 0 has nothing of the run."""
+    assert pipeline("data", "pack", str(digits), f"{bucket.place}/data").code == 0
+    length = ("run.exact=true", "train.epochs=100", "train.max_steps=40", "evaluate.every=1000 epochs")
+    places = ("data.source=pack", f"data.root={bucket.place}/data", f"checkpoint.mirror={bucket.place}/run")
+    agents = Agents(tmp_path, digits, "2", *length, *places)
+    run, disks = agents.run, [tmp_path / f"disk-{number}" for number in range(3)]
+    try:
+        for run.folder in disks[:2]:
+            agents.start().wait_for_leader()
+        run.folder = disks[0]
+        step = agents.wait_for_world(2) + random.Random(seed).randint(8, 20)
+        while run.step() < step:
+            time.sleep(0.05)
+        lost = agents.running.pop(0)
+        kill(lost.pid, signal.SIGKILL)
+        lost.wait()
+        began = time.monotonic()
+        while children(lost.pid):
+            time.sleep(0.05)
+        shutil.rmtree(disks[0])
+        run.folder = disks[2]
+        agents.start()
+        run.folder = disks[1]
+        agents.wait_for_world(2)
+        notes.note("K5", seconds=time.monotonic() - began)
+        assert agents.running[0].wait(120 * SHARING) == 0, agents.log()
+    finally:
+        agents.close()
+    assert [row["step"] > 0 for row in run.starts()] == [False, True], "it continues"
+    assert bucket.read("run/journal.jsonl") == (run.folder / "journal.jsonl").read_bytes()
+    whole = Job(tmp_path / "whole", ["digits", f"data.root={digits}", *SMALL, *length])
+    whole.run()
+    assert_same(run, whole)
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 4])

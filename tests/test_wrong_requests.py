@@ -113,7 +113,7 @@ k8s render digits run.resume=never | run.resume=never
 k8s render --namespace=a.b | --namespace
 k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
 k8s render --cpu --gpus 2 | --cpu
-k8s render --cpu --rdma rdma/hca | leave --cpu out
+k8s render --rdma rdma/hca | kustomization
 k8s render --gang native | --queue
 k8s render --topology zone | kustomization
 k8s render digits checkpoint.mirror=s3://bucket/run | --store s3://BUCKET/PREFIX

@@ -1,6 +1,6 @@
 """A killed run resumes with the same bits, the same samples and the same metrics.
 
-The same assertions apply to processes and network namespaces.
+`test_nodes.py` has the same for nodes.
 """
 
 import random
@@ -9,18 +9,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, assert_each_sample_once, environment, kill
+from harness import (
+    SHARING,
+    SMALL,
+    Job,
+    assert_each_sample_once,
+    assert_same,
+    children,
+    command_line,
+    environment,
+    kill,
+)
 
-from faults import pods
-from faults.cluster import Cluster, Namespaces, Processes, assert_same
 from faults.ledger import Notes
 from pipeline.record.checkpoint_files import step_of
 
-Make = Callable[[Path], Cluster]
+EVERY = 7
+WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2")
+ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": "A4", "loader worker": "A5"}
+Make = Callable[[Path], Job]
 Uninterrupted = Callable[[str, Make], Job]
 # each once in `make test`
 QUICK = {2: ("one rank", "launcher"), 3: ("all ranks", "inside a save", "loader worker")}
@@ -33,9 +43,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 
     def run_once(name: str, make: Make) -> Job:
         if name not in runs:
-            with closing(make(tmp_path_factory.mktemp("uninterrupted") / "run")) as cluster:
-                cluster.run_undisturbed()
-            runs[name] = cluster.run
+            runs[name] = make(tmp_path_factory.mktemp("uninterrupted") / "run")
+            runs[name].interpreter = True  # forks of one process have the same hashes, for example
+            assert runs[name].run().code == 0, runs[name].log()
         return runs[name]
 
     return run_once
@@ -55,19 +65,74 @@ def test_killed_processes_end_with_the_same_bits(
     # in the other cases the journal, from which MLflow gets its data, is enough
     tracked = world == 2 and seed == 0
 
-    def make(folder: Path, tracked: bool = world == 2) -> Cluster:
+    def make(folder: Path, tracked: bool = world == 2) -> Job:
         uri = f"sqlite:///{folder.parent}/{folder.name}.db" if tracked else "none"
-        return Processes(folder, digits, world, "train.epochs=2", f"track.uri={uri}")
+        words = ["digits", f"data.root={digits}", *WORDS, "train.epochs=2", f"track.uri={uri}"]
+        return Job(folder, words, nproc=world)
 
     draw = random.Random(1000 * world + seed)
     # Each fault except the loss of a worker twice, with 4 processes once: restarts take long.
     repeated = ("one rank", "all ranks", "launcher", "inside a save") if world < 4 else ()
-    kinds = [*Processes.kinds, *repeated] if full else QUICK[world]
+    kinds = [*ROWS, *repeated] if full else QUICK[world]
     expected = uninterrupted(f"processes {world}", make)
-    with closing(make(tmp_path / "faulty", tracked)) as cluster:
-        _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
-        if tracked:
-            assert _mlflow_history(cluster.run) == _mlflow_history(expected)
+    run = make(tmp_path / "faulty", tracked).start()
+    share = expected.step() // (len(kinds) + 1)
+    try:
+        for number, kind in enumerate(draw.sample(kinds, len(kinds))):
+            run.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
+            notes.note(ROWS[kind], seconds=_inject(run, kind, draw))
+        result = run.wait()
+    finally:
+        run.clean()
+    assert result.code == 0, result.err
+    assert_same(run, expected)
+    if tracked:
+        assert _mlflow_history(run) == _mlflow_history(expected)
+
+
+def _inject(run: Job, kind: str, draw: random.Random) -> float:
+    """Kill, and repeat the command if that ends the run; return the seconds until a step."""
+    before, starts, began = run.step(), len(run.starts()), time.monotonic()
+    assert run.process
+    time.sleep(_wait_for_save(run, draw) if kind == "inside a save" else draw.uniform(0, 0.3))
+    ranks = run.ranks()
+    match kind:
+        case "launcher":
+            victims = [run.process.pid]
+        case "one rank":
+            victims = [draw.choice(ranks)]
+        case "loader worker":
+            victims = [draw.choice([p for p in children(draw.choice(ranks)) if " train " in command_line(p)])]
+        case _:
+            victims = ranks
+    for pid in victims:
+        kill(pid, signal.SIGKILL)
+    if kind == "loader worker":
+        run.wait_for_step(run.step() + 2)
+        assert len(run.starts()) == starts, "its rank makes another one"
+    else:
+        run.wait_gone(5)  # no orphan may train or write
+        run.start().wait_for_start()
+        resumed = run.starts()[-1]["step"]
+        # one interval, and the steps made while the last checkpoint was written, or before the kill
+        assert before - resumed <= 2 * EVERY, f"{kind}: from step {before} back to {resumed}"
+        run.wait_for_step(resumed + 1)
+    seconds = time.monotonic() - began
+    assert seconds < 60
+    return seconds
+
+
+def _wait_for_save(run: Job, draw: random.Random) -> float:
+    """Wait for a temporary file, or for its renaming; return the delay before the kill in s.
+
+    After the renaming the run deletes older checkpoints, so that the kill may hit that, too.
+    """
+    if draw.random() < 0.5:
+        run.wait_until(run.is_saving, "save", pause=0.0005)
+        return draw.uniform(0, 0.05)
+    before = set(run.checkpoints())
+    run.wait_until(lambda: set(run.checkpoints()) - before, "saved file", pause=0.0002)
+    return 0
 
 
 @pytest.mark.fault("A3")
@@ -96,28 +161,6 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
         container.wait()
     assert (tmp_path / "err").read_text() == "pipeline: the torchrun agent of this rank has died\n"
     assert not run.folder.exists()
-
-
-@pytest.mark.skipif(pods.missing() is not None, reason=pods.missing() or "")
-@pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
-@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_lost_pods_are_replaced_and_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, nodes: int, seed: int, full: bool,
-    notes: Notes, pytestconfig: pytest.Config,
-) -> None:  # fmt: skip
-    kinds = list(Namespaces.kinds) if full else ["node 0"]
-    if pytestconfig.getoption("--faults") == "ci":
-        # each once; with three nodes those that leave several alive
-        kinds = ["one rank", "node 0"] if nodes == 2 else ["another node", "cut"]
-
-    def make(folder: Path) -> Cluster:
-        steps = 16 + 16 * len(kinds)
-        return Namespaces(folder, digits, nodes, "train.epochs=100", f"train.max_steps={steps}")
-
-    draw = random.Random(1000 * nodes + seed)
-    expected = uninterrupted(f"pods {nodes}", make)
-    with closing(make(tmp_path / "faulty")) as cluster:
-        _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
 
 
 @pytest.mark.full
@@ -189,15 +232,14 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
 def test_a_run_killed_in_the_save_after_sigterm_resumes_from_the_previous_checkpoint(
     tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, seed: int
 ) -> None:
-    def make(folder: Path) -> Cluster:
+    def make(folder: Path) -> Job:
         words = ("train.epochs=2", "checkpoint.every=1000 steps", "evaluate.every=1000 steps")
-        return Processes(folder, digits, 2, *words)
+        return Job(folder, ["digits", f"data.root={digits}", *WORDS, *words], nproc=2)
 
     draw = random.Random(seed)
     expected = uninterrupted("one save", make)
-    with closing(make(tmp_path / "faulty")) as cluster:
-        cluster.start()
-        run = cluster.run
+    run = make(tmp_path / "faulty").start()
+    try:
         run.wait_for_step(draw.randint(3, 40))
         kill(draw.choice(run.ranks()), signal.SIGTERM)
         run.wait_until(run.is_saving, "save", pause=0.0002)
@@ -207,25 +249,11 @@ def test_a_run_killed_in_the_save_after_sigterm_resumes_from_the_previous_checkp
         run.wait_gone(5)
         assert len(run.checkpoints()) <= 1, "complete or absent"
         assert all(step_of(path) == run.step() for path in run.checkpoints())
-        cluster.start()
-        cluster.wait()
-        assert_same(run, expected)
-
-
-def _assert_survives(
-    cluster: Cluster, expected: Job, kinds: list[str], draw: random.Random, notes: Notes
-) -> None:
-    """Inject each kind at instants spread over the run; assert that it ends as `expected`."""
-    share = expected.step() // (len(kinds) + 1)
-    cluster.start()
-    for number, kind in enumerate(kinds):
-        cluster.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
-        seconds = cluster.inject(kind, draw)
-        print(f"{kind}: {seconds:.1f} s until the next training step")
-        assert seconds < 60
-        notes.note(cluster.kinds[kind], seconds=seconds)
-    cluster.wait()
-    assert_same(cluster.run, expected)
+        result = run.start().wait()
+    finally:
+        run.clean()
+    assert result.code == 0, result.err
+    assert_same(run, expected)
 
 
 def _mlflow_history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:

@@ -12,9 +12,8 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, kill, read_rows
+from harness import SMALL, Job, assert_same, kill, read_rows
 
-from faults.cluster import assert_same
 from faults.ledger import Notes
 from pipeline.supervision import process_stat
 

@@ -6,14 +6,7 @@ import re
 import shlex
 from typing import NoReturn
 
-from pipeline.addons.deploy.options import (
-    EXAMPLES,
-    add_flags,
-    count_or_range,
-    image_name,
-    matching,
-    options_of,
-)  # fmt: skip
+from pipeline.addons.deploy.options import add_flags, count_or_range, image_name, matching, options_of
 from pipeline.cli.arguments import Commands, add_command, add_recipe, path, positive_int
 from pipeline.errors import RequestError, count_of
 
@@ -86,34 +79,24 @@ def _rehearse(options: argparse.Namespace) -> str | int:
 def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
-        "Print the manifests, or write them to --out. Without options they are those of k8s/. With --sync or"
-        " --example, print only that manifest.",
+        "Print the manifests, or write them to --out. Without options they are those of k8s/.",
         "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out job",
         argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
     )  # fmt: skip
     add_recipe(parser, "name or path (default digits)", nargs="?")
     add_flags(parser)
-    other = parser.add_mutually_exclusive_group()
     help = "print only a Job that sends the run in /runs/RUN to MLflow, if it ended while MLflow was away"
-    other.add_argument("--sync", type=_run, metavar="RUN", help=help)
-    help = f"print only an example, with the given images and namespace: {', '.join(EXAMPLES)}"
-    other.add_argument("--example", choices=EXAMPLES, metavar="NAME", help=help)
+    parser.add_argument("--sync", type=_run, default=None, metavar="RUN", help=help)
     parser.add_argument(
         "--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder"
     )
 
 
 def _render(options: argparse.Namespace) -> str:
-    from pipeline.addons.deploy.k8s import render, render_example, render_sync, write
+    from pipeline.addons.deploy.k8s import render, render_sync, write
 
-    given, request = vars(options), options_of(vars(options))
-    if "sync" in given:
-        manifests = render_sync(request, given["sync"])
-    elif "example" in given:
-        manifests = render_example(request, given["example"])
-    else:
-        manifests = render(request)
-    out = options.out
+    request, out = options_of(vars(options)), options.out
+    manifests = render_sync(request, options.sync) if options.sync else render(request)
     if out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, out)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_network
 from pathlib import Path
+from textwrap import indent
 from urllib.parse import urlsplit
 
 import yaml
@@ -23,7 +24,7 @@ from pipeline.addons.deploy import node
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.models.inputs import target_of
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
-from pipeline.config.load import from_yaml, load, parse_yaml, read_recipe
+from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, StorageError
@@ -37,8 +38,6 @@ _PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
     "::/0": ("fc00::/7", "fe80::/10"),
 }
 """All addresses -> except those of private networks and of a cloud's metadata service."""
-_LOCK_MEMORY = ("setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
-"""Starts a command as user 10001 with the capability IPC_LOCK, in a container of root."""
 
 
 def render(request: RenderOptions) -> dict[str, str]:
@@ -59,33 +58,7 @@ def render(request: RenderOptions) -> dict[str, str]:
     if request.no_recovery:
         names.remove("60-recovery.yaml")
     values = _values(request, config)
-    manifests = {name: _fill(name, values) for name in names}
-    config_map = "10-config.yaml"
-    try:
-        recipe = yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"]
-        in_pod = from_yaml(
-            recipe, config_map, [*request.overrides, "run.dir=/runs"], is_saved=False
-        ).to_yaml()
-    except (yaml.YAMLError, RequestError):
-        in_pod = ""
-    if in_pod != config.to_yaml():
-        remedy = "start its lines without indentation, and use plain letters in its name"
-        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap", remedy)
-    return manifests
-
-
-def render_example(request: RenderOptions, name: str) -> dict[str, str]:
-    """Return the text of an example, by file name. name: that of a file in manifests/examples/."""
-    if request.store and name != "mlflow-shared":
-        problem = f"--example {name} mounts the claim data, and --store has none"
-        raise RequestError(problem, "leave one of the two out")
-    if request.mlflow_auth and name == "mlflow-shared":
-        # MLflow keeps its users in a file beside it: this server has no disk, and may have replicas
-        problem = "--example mlflow-shared starts a server without a password"
-        raise RequestError(
-            problem, "leave --mlflow-auth out, and give the server your own basic-auth database"
-        )
-    return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(*_complete(request)))}
+    return {name: _fill(name, values) for name in names}
 
 
 def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
@@ -177,8 +150,6 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--shm {shm} is more than half of --memory {memory}", "raise --memory")
     if request.gpus and request.nproc != 1:
         raise RequestError(f"--nproc {request.nproc} is for pods without GPUs", "add --cpu")
-    if request.rdma and not request.gpus:
-        raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs", "leave --cpu out")
     if device == ("cpu" if request.gpus else "cuda"):
         pods = f"ask for {request.gpus} GPUs" if request.gpus else "with --cpu have no GPU"
         raise RequestError(f"run.device={device}, but the pods {pods}", "leave it out, or change --cpu")
@@ -188,13 +159,18 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
 
 
 def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
-    """Return the numbers of nodes that may train. Raises RequestError if there is none."""
-    return node.allowed_nodes(config, request.min_nodes or request.nodes, request.nodes, request.processes)
+    """Return the numbers of nodes with which an elastic job trains, () for another job.
+
+    Raises RequestError if no number divides the batch.
+    """
+    if not request.min_nodes:
+        return ()
+    return node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
 
 
 def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
-    nodes = _allowed_nodes(request, config)[-1] if request.min_nodes else request.nodes
+    nodes = max(_allowed_nodes(request, config), default=request.nodes)
     world = World(
         size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
         has_gpu=request.gpus > 0,
@@ -258,16 +234,13 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
-    allowed = _allowed_nodes(request, config) if request.min_nodes else ()
-    environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
-    if request.rdma:
-        environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; or NCCL falls back to TCP and only logs that
+    environment = node.environment(request.nodes, request.processes, _allowed_nodes(request, config))
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {
         **vars(request),
         "job": node.JOB, "host": node.host_name(0), "environment": environment,
-        "run": name, "recipe": text.rstrip(), "access": access,
+        "run": name, "recipe": _scalar(text), "access": access,
         "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
         **_store_values(request),
         "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
@@ -275,7 +248,15 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes, request.min_nodes),
         "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
-        "init": ", ".join([*(_LOCK_MEMORY if request.rdma else ()), "tini", "--"]),
         "command": ", ".join(node.COMMAND),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip
+
+
+def _scalar(text: str) -> str:
+    """Return a recipe as a value of the ConfigMap: with its own lines, unless that changes it."""
+    block = f"|\n{indent(text.rstrip(), 4 * ' ')}\n"
+    with suppress(yaml.YAMLError):
+        if yaml.safe_load(f"recipe.yaml: {block}") == {"recipe.yaml": f"{text.rstrip()}\n"}:
+            return block.rstrip()
+    return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip()

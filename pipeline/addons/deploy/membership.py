@@ -26,7 +26,7 @@ class Node:
     """The last round that it took part in."""
     has_left: bool = False
     is_done: bool = False
-    """Its ranks are done, or its preflight found that the run is finished."""
+    """Its ranks are done."""
     beat: int = 0
     heard: float = 0.0
     """When its last heartbeat was read, on the leader's monotonic clock."""
@@ -80,7 +80,8 @@ class Membership:
             members = len(self.round.members)
             return f"{len(present)} nodes are here; {members} of them train, the most that are allowed"
         if len(present) < self._allowed[0]:
-            return _missing([node.host for node in present.values()], self._allowed[0])
+            hosts = ", ".join(node.host for node in present.values())
+            return f"more nodes ({len(present)} of {self._allowed[0]} are here: {hosts})"
         return "the other nodes to stop their ranks"
 
     def _reason_to_end(self, nodes: dict[int, Node], present: dict[int, Node], now: float) -> str:
@@ -94,7 +95,7 @@ class Membership:
                 return f"{nodes[key].host} {verb}"
             if present[key].is_waiting and present[key].round == number:
                 return f"{present[key].host} has stopped its ranks"
-        new = [key for key in present if key not in members and not present[key].is_done]
+        new = [key for key in present if key not in members]
         is_settled = bool(new) and now - max(present[key].arrived for key in new) >= _SETTLE_S
         if is_settled and self._largest(len(members) + len(new)) > len(members):
             return f"{', '.join(present[key].host for key in new)} can join"
@@ -125,16 +126,6 @@ class Membership:
     def _largest(self, count: int) -> int:
         """Return the largest allowed number of nodes up to `count`, or 0."""
         return max((number for number in self._allowed if number <= count), default=0)
-
-
-def _missing(hosts: list[str], count: int) -> str:
-    """Return the names of the missing nodes, if they are numbered, or how many are here."""
-    stems = {re.sub(r"\d+$", "", host) for host in hosts}
-    if len(stems) == 1 and all(re.search(r"-\d+$", host) for host in hosts):
-        (stem,) = stems
-        names = [f"{stem}{number}" for number in range(count)]
-        return ", ".join(name for name in names if name not in hosts)
-    return f"more nodes ({len(hosts)} of {count} are here: {', '.join(hosts)})"
 
 
 def _natural(host: str) -> tuple[tuple[str, int], ...]:

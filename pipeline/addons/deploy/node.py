@@ -64,13 +64,10 @@ def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) ->
     return tuple(found)
 
 
-def environment(
-    nodes: int, nproc: int, min_nodes: int | None = None, allowed: Sequence[int] = ()
-) -> dict[str, str]:
+def environment(nodes: int, nproc: int | str, allowed: Sequence[int] = ()) -> dict[str, str]:
     """Return the variables of a node, the same for every node of the job.
 
-    nproc: processes of a node. min_nodes: the job also trains with fewer than `nodes`, if their
-    number is in `allowed`, from `allowed_nodes`.
+    nproc: processes of a node. allowed: the numbers of nodes with which an elastic job trains.
     """
     shared = {
         "PET_NPROC_PER_NODE": str(nproc),
@@ -80,12 +77,11 @@ def environment(
     }
     if nodes == 1:
         return {"PET_RDZV_BACKEND": _BACKEND, "PET_RDZV_ENDPOINT": "localhost", **shared}
-    is_elastic = min_nodes is not None and min_nodes < nodes
     options = ["join_timeout=1800"]  # longer than a node takes to pull an image of many GB
-    if is_elastic:
+    if allowed:
         options.append(f"allowed_nodes={'+'.join(map(str, allowed))}")
     return {
-        "PET_NNODES": f"{min_nodes}:{nodes}" if is_elastic else str(nodes),
+        "PET_NNODES": f"{allowed[0]}:{nodes}" if allowed else str(nodes),
         "PET_RDZV_BACKEND": _BACKEND,
         "PET_RDZV_ENDPOINT": f"{host_name(0)}:{_PORT}",
         "PET_RDZV_ID": JOB,
@@ -93,6 +89,6 @@ def environment(
         # all nodes have as many processes: their agents need not tell each other
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
         "PIPELINE_FINISHED": "/tmp/finished",  # written by the preflight of a run that is finished
-        "PET_MAX_RESTARTS": str(_ELASTIC_RESTARTS if is_elastic else _MAX_RESTARTS),
+        "PET_MAX_RESTARTS": str(_ELASTIC_RESTARTS if allowed else _MAX_RESTARTS),
         **shared,
     }

@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from pipeline import __version__
 from pipeline.cli.arguments import Parser, positive_int
 
-EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")  # files in manifests/examples/
-
 
 def count_or_range(text: str) -> tuple[int | None, int]:
     """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
@@ -46,7 +44,6 @@ _label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}")
 _subdomain = matching(
     rf"{_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
 )
-_resource = matching(rf"{_LABEL}(\.{_LABEL})*/[\w.-]{{1,63}}", "a device's resource, such as rdma/hca_shared")
 _memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
 _store = matching(
     r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.\.?(/|$))[\w.-]+)*/?",
@@ -145,9 +142,6 @@ class RenderOptions:
     )
     queue: str | None = _flag(
         None, "Kueue's LocalQueue, which starts all pods together or none", _subdomain, "NAME"
-    )
-    rdma: str | None = _flag(
-        None, "RDMA device of each pod; its namespace has Pod Security privileged", _resource, "RESOURCE"
     )
     no_recovery: bool = _flag(
         False, "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"

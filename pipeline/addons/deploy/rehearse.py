@@ -1,16 +1,14 @@
 """`pipeline rehearse`: run the multi-node job on this machine, with one container per node.
 
 Promise: the rehearsal runs what the cluster runs: the same image, the same name and variables of
-each node (`deploy.node`), and a preflight before each start. A node that fails is replaced, as by
-the Job controller, until too many have failed. Everything created (network, volume, containers) is
-removed at the end, also on Ctrl-C: all of it has one label, and removal finds it by that label, not
-by what this process remembers.
+each node (`deploy.node`), and a preflight before each training. A node that fails is replaced, as
+by the Job controller, until node 0 has succeeded or too many have failed. Everything created
+(network, volume, containers) is removed at the end, also on Ctrl-C: all of it has one label.
 """
 
 import argparse
 import contextlib
 import json
-import math
 import queue
 import signal
 import sys
@@ -29,14 +27,15 @@ from docker import DockerClient
 from pipeline import errors
 from pipeline.addons.deploy import node as node_settings
 from pipeline.config.load import load
-from pipeline.errors import CRASH, OK, RequestError, TemporaryError, one_line
+from pipeline.errors import CRASH, OK, NotFiniteError, RequestError, StorageError, one_line
 from pipeline.guards.signals import handle
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
 _BACK_OFF_S = 1.0
-_LAST_NODES_S = 40.0  # longer than torchrun gives the ranks of a node to end
 _API_TIMEOUT_S = 60
+_COMMAND = f'pipeline doctor "$@" && exec {" ".join(node_settings.COMMAND)} "$@"'
+_PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 
 
 class Fault(NamedTuple):
@@ -54,7 +53,7 @@ class Fault(NamedTuple):
 
 
 def rehearse(options: argparse.Namespace, faults: list[Fault]) -> str | int:
-    """Run a rehearsal; return the done line, or exit code 1 if a node failed for good.
+    """Run a rehearsal; return the done line, or exit code 1 if too many nodes failed.
 
     options: the arguments of the command. Raises the error of a preflight that fails permanently.
     """
@@ -75,7 +74,7 @@ def rehearse(options: argparse.Namespace, faults: list[Fault]) -> str | int:
             remedy = "build it with 'docker compose build trainer', or name another with --image"
             raise RequestError(f"image {options.image!r} is not on this machine", remedy) from None
         environment = {
-            **node_settings.environment(nodes, processes, min_nodes, allowed),
+            **node_settings.environment(nodes, processes, allowed if min_nodes else ()),
             "PIPELINE_IMAGE": (image.attrs.get("RepoDigests") or [options.image])[0],
             "PIPELINE_IMAGE_ID": image.id,
             **dict(variable.split("=", 1) for variable in options.env),
@@ -105,6 +104,8 @@ class Cluster:
         self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
         """(node, its exit code, or the error that ended its thread)."""
         self._done_line = ""
+        self._last_lines: dict[int, str] = {}
+        """Each node's last line of standard error."""
         self._network: Any = None
         self._create_lock = threading.Lock()
         self._closed = False
@@ -118,37 +119,30 @@ class Cluster:
         _log(f"{self._name}: {nodes} nodes with image {self._options.image}")
         for node in range(nodes):
             self._start_node(node)
-        codes: dict[int, int] = {}
         replaced, limit = 0, node_settings.max_replacements(nodes, min_nodes)
-        deadline = math.inf
-        while len(codes) < nodes:
-            if time.monotonic() > deadline:
-                for node in self._nodes.keys() - codes.keys():
-                    with contextlib.suppress(APIError):  # it may just have ended
-                        self._nodes[node].kill()
+        while True:
             while faults and faults[0].step <= self._last_reported_step():
                 self._inject(faults.pop(0))
             try:
-                node, end = self._exits.get(timeout=_POLL_S)
+                node, code = self._exits.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            if isinstance(end, Exception) and not isinstance(end, TemporaryError):
-                raise end
-            code = end if isinstance(end, int) else TemporaryError.code
-            if code == OK or OK in codes.values():  # once one node has succeeded, the training is complete
-                codes[node] = code
-                deadline = min(deadline, time.monotonic() + _LAST_NODES_S)
-            elif replaced == limit:
+            if isinstance(code, Exception):
+                raise code
+            if code in _PERMANENT:  # of the preflight: torchrun exits with 1
+                raise errors.from_exit_code(code)(self._last_lines[node].removeprefix("pipeline: "))
+            if code == OK and node == 0:  # rank 0 leaves last: the training is done
+                for fault in faults:
+                    _log(f"the training ended before step {fault.step}: did not {fault}")
+                return self._done_line or CRASH
+            if code != OK and replaced == limit:
                 _log(f"node {node} exited with {code}, and {limit} nodes were replaced already: giving up")
                 return CRASH
-            else:
+            if code != OK:
                 replaced += 1
                 _log(f"node {node} exited with {code} and is replaced ({replaced} of at most {limit})")
                 time.sleep(_BACK_OFF_S)
                 self._start_node(node)
-        for fault in faults:
-            _log(f"the training ended before step {fault.step}: did not {fault}")
-        return self._done_line or CRASH
 
     def close(self) -> None:
         """Remove all that was created. Raises APIError if something stays for a minute."""
@@ -159,7 +153,7 @@ class Cluster:
         list_containers = self._client.containers.list
         while containers := list_containers(all=True, filters=labelled, ignore_removed=True):
             for container in containers:
-                with contextlib.suppress(APIError):  # a preflight may be removing its own container
+                with contextlib.suppress(APIError):  # a thread may be removing it
                     container.remove(force=True)
             if time.monotonic() > deadline:
                 break
@@ -184,12 +178,11 @@ class Cluster:
         threading.Thread(target=self._run_node, args=(node,), daemon=True).start()
 
     def _run_node(self, node: int) -> None:
-        """Run a node from its preflight to its end, like a pod, and put its exit into the queue."""
+        """Run a node to its end, and put its exit into the queue."""
         try:
-            self._preflight(node)
             if node in self._nodes:
                 self._nodes[node].remove(force=True)
-            container = self._create_container(f"{self._name}-{node}", node, list(node_settings.COMMAND))
+            container = self._create_container(node)
             # before the start, to miss no output
             stream = container.attach(stream=True, logs=True, demux=True)
             container.start()
@@ -202,27 +195,16 @@ class Cluster:
                     *lines, incomplete[i] = (incomplete[i] + (chunk or b"")).split(b"\n")
                     for line in lines:
                         text = line.decode(errors="replace").rstrip("\r")
-                        if i == 0 and text.startswith("done step="):
+                        if i == 1:
+                            self._last_lines[node] = text
+                        elif text.startswith("done step="):
                             self._done_line = text
                         _log(text, f"node {node} | ")
             self._exits.put((node, container.wait()["StatusCode"]))
         except Exception as error:  # also when the containers are removed at the end; nothing reads it then
             self._exits.put((node, error))
 
-    def _preflight(self, node: int) -> None:
-        """Run `pipeline doctor` as a pod's init container does. Raises RunError if it fails."""
-        container = self._create_container(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
-        container.start()
-        code = container.wait()["StatusCode"]
-        lines = container.logs(stdout=False).decode(errors="replace").splitlines()
-        container.remove(force=True)
-        if code != OK:
-            for line in lines[:-1]:
-                _log(line, f"node {node} preflight | ")
-            last = lines[-1] if lines else f"the preflight of node {node} exited with {code}"
-            raise errors.from_exit_code(code)(last.removeprefix("pipeline: "))
-
-    def _create_container(self, name: str, node: int, command: list[str]) -> Container:
+    def _create_container(self, node: int) -> Container:
         """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
         options, recipe = self._options, self._options.recipe
         volumes = {options.runs or self._name: {"bind": "/runs", "mode": "rw"}}
@@ -239,8 +221,9 @@ class Cluster:
             if self._closed:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
-                self._environment["PIPELINE_IMAGE_ID"], name=name, labels={LABEL: self._name},
-                entrypoint=command, command=arguments, environment=self._environment,
+                self._environment["PIPELINE_IMAGE_ID"], name=f"{self._name}-{node}",
+                labels={LABEL: self._name}, environment=self._environment,
+                entrypoint=["sh", "-c", _COMMAND, "node"], command=arguments,
                 hostname=host, domainname=domain, network=self._name,
                 networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,

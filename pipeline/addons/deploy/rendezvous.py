@@ -49,7 +49,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from pipeline.addons.deploy.local_rendezvous import LocalRendezvous, OpenRendezvous
 from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
 from pipeline.addons.ops.streams import tolerate_failures
-from pipeline.errors import OK, RequestError, TemporaryError
+from pipeline.errors import OK, RequestError, TemporaryError, count_of
 from pipeline.guards.signals import is_hangup_ignored
 
 _BEAT_S = 1.0
@@ -65,19 +65,16 @@ _EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 class _Link:
     """A connection of this agent to the leader, or the leader itself. It lives until it is lost."""
 
-    def __init__(
-        self, host: str, port: int, local_address: str | None, allowed: Sequence[int], is_done: bool = False
-    ) -> None:
+    def __init__(self, host: str, port: int, local_address: str | None, allowed: Sequence[int]) -> None:
         self._host, self._port, self._local_address, self._allowed = host, port, local_address, allowed
         # sent with each heartbeat; the leader sets the two times
-        self.state = Node(socket.gethostname(), is_waiting=not is_done, is_done=is_done)
+        self.state = Node(socket.gethostname())
         self.key = 0  # the number of this agent in the store
         self.is_leader = False
         self.answer: dict[str, Any] = {}  # the leader's last answer, see `_lead`
         self.error = ""
         self.changed = threading.Condition()
-        self._wake = threading.Event()
-        self._closed = False
+        self._closed = threading.Event()
         self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
@@ -92,27 +89,19 @@ class _Link:
         """Seconds since the last new answer, or since the first attempt to connect."""
         return time.monotonic() - self._progress
 
-    def send_now(self) -> None:
-        """Send the next heartbeat at once."""
-        self._wake.set()
-
     def close(self) -> None:
         """Send the last state of this agent, and end the thread unless it hangs."""
-        self._closed = True
-        self._wake.set()
+        self._closed.set()
         if self.answer:  # otherwise it may still wait in native code for a leader that is silent
             self._thread.join(2 * _BEAT_S)
 
     def _run(self) -> None:
         try:
             self._connect()
-            while True:
-                is_last = self._closed
+            self._beat()
+            while not self._closed.wait(_BEAT_S):
                 self._beat()
-                if is_last:
-                    return
-                self._wake.wait(_BEAT_S)
-                self._wake.clear()
+            self._beat()  # the last state
         except Exception as error:  # torch raises various kinds; the agent connects again
             self.error = str(error).partition("\n")[0] or type(error).__name__
             with self.changed:
@@ -170,8 +159,7 @@ class _Link:
             self._store.set(f"{current.number}/{_EXIT_BARRIER}", "the round is over")
         elif current.number != before.number:
             hosts = ", ".join(nodes[key].host for key in current.members)
-            count = len(current.members)
-            _log(f"{count} node{'s train' if count > 1 else ' trains'}: {hosts}")
+            _log(f"training with {count_of(len(current.members), 'node')}: {hosts}")
             port: int = get_free_port()  # type: ignore[no-untyped-call]
             self._master = self._local_address or socket.getfqdn(), port
         # a leader whose own ranks were stopped at the end learns of it from another node
@@ -194,7 +182,6 @@ class Rendezvous(OpenRendezvous):
         self._allowed = _allowed_nodes(parameters)
         self._join_timeout_s = parameters.get_as_int("join_timeout", _JOIN_TIMEOUT_S) or _JOIN_TIMEOUT_S
         self._link: _Link | None = None
-        self._has_logged_loss = False
         self._is_closed = threading.Event()
         threading.Thread(target=self._guard, name="rendezvous-guard", daemon=True).start()
         atexit.register(self._leave)  # torchrun does not call `shutdown` after a signal
@@ -217,7 +204,6 @@ class Rendezvous(OpenRendezvous):
         """
         if self._link:
             self._link.state = replace(self._link.state, is_waiting=True)
-        self._has_logged_loss = False
         started = logged = time.monotonic()
         while True:
             link = self._connected()
@@ -239,7 +225,6 @@ class Rendezvous(OpenRendezvous):
                 _log(f"waiting for {lacking}, {waited}")
                 logged = now
         link.state = replace(link.state, round=answer["number"], is_waiting=False)
-        link.send_now()
         store = PrefixStore(str(answer["number"]), link.agent_store)
         rank, size = answer["members"].index(link.key), len(answer["members"])
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(*answer["master"]))
@@ -251,14 +236,8 @@ class Rendezvous(OpenRendezvous):
         """
         link = self._link
         assert link is not None
-        if link.is_lost:
-            if not self._has_logged_loss:
-                self._has_logged_loss = True
-                reason = link.error or "silent"
-                _log(f"{self._endpoint[0]} does not answer ({reason}): stopping the ranks of this node")
-            return 1
         answer = link.answer
-        return int(answer["over"] or answer["number"] > link.state.round)
+        return int(link.is_lost or answer["over"] or answer["number"] > link.state.round)
 
     def shutdown(self) -> bool:
         """Leave. torchrun calls it in a `finally`: without an exception the ranks here are done.
@@ -269,7 +248,6 @@ class Rendezvous(OpenRendezvous):
         link, deadline = self._link, time.monotonic() + LOST_S
         if sys.exc_info()[0] is None and link:
             link.state = replace(link.state, is_done=True)
-            link.send_now()
             with link.changed:
                 while not link.is_lost and time.monotonic() < deadline:
                     if link.is_leader and not link.answer.get("others"):
@@ -279,11 +257,8 @@ class Rendezvous(OpenRendezvous):
                     link.changed.wait(_BEAT_S)
             if not link.is_leader and not link.answer.get("done"):
                 self._leave()
-                _exit(
-                    TemporaryError(
-                        f"{self._endpoint[0]} was lost before it recorded the end: start this node again"
-                    )
-                )
+                problem = f"{self._endpoint[0]} was lost before it recorded the end"
+                _exit(TemporaryError(problem, "start this node again"))
         self._leave()
         return True
 
@@ -291,33 +266,28 @@ class Rendezvous(OpenRendezvous):
         """Return the link to the leader; replace one that is lost."""
         if self._link is None or self._link.is_lost:
             if self._link is not None:
+                reason = self._link.error or "silent"
                 if self._link.is_leader:
-                    _exit_now(f"the rendezvous of this node failed ({self._link.error or 'silent'})")
-                self._link.state = replace(
-                    self._link.state, has_left=True
-                )  # sent if the old leader comes back
+                    _exit_now(f"the rendezvous of this node failed ({reason})")
+                if self._link.answer:
+                    _log(f"{self._endpoint[0]} did not answer ({reason}): looking for its replacement")
+                # sent if the old leader comes back
+                self._link.state = replace(self._link.state, has_left=True)
                 self._link.close()
             self._link = _Link(*self._endpoint, self._local_address, self._allowed)
         return self._link
 
     def _exit_if_finished(self) -> None:
-        """Exit with 0 if the preflight of this pod found that the run is finished."""
-        # No round may ever form: other nodes may have ended for good. A leader that waits for this
-        # node learns here that it need not.
-        file, host = os.environ.get("PIPELINE_FINISHED"), self._endpoint[0]
-        if not file or not os.path.exists(file):
-            return
-        if _is_this_machine(host):
+        """Exit with 0 if this is node 0 and its preflight found that the run is finished.
+
+        No round may ever form: other nodes may have ended for good. If another node finds it, its
+        ranks do, too: it can meet node 0, or the job is complete.
+        """
+        file = os.environ.get("PIPELINE_FINISHED")
+        if file and os.path.exists(file) and _is_this_machine(self._endpoint[0]):
             print(Path(file).read_text(encoding="utf-8"), flush=True)
-        else:
-            # done from its first heartbeat on, or a leader would form a round with it
-            link = self._link = _Link(*self._endpoint, self._local_address, self._allowed, is_done=True)
-            deadline = time.monotonic() + _CONNECT_S
-            with link.changed:
-                while not link.answer.get("done") and not link.is_lost and time.monotonic() < deadline:
-                    link.changed.wait(_BEAT_S)
-        _log("the run is already finished")
-        raise SystemExit(OK)
+            _log("the run is already finished")
+            raise SystemExit(OK)
 
     def _leave(self) -> None:
         is_first = not self._is_closed.is_set()
@@ -357,17 +327,11 @@ def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:
     """Return the numbers of nodes that may form a round. Exits with 2 if there is none."""
     low, high = parameters.min_nodes, parameters.max_nodes
     given = str(parameters.get("allowed_nodes") or "")
-    if not given:
-        return list(range(low, high + 1))
-    if not re.fullmatch(r"\d+(\+\d+)*", given):
-        _exit(RequestError(f"allowed_nodes={given} in --rdzv-conf: give numbers joined by +, such as 1+2+4"))
-    allowed = [number for number in map(int, given.split("+")) if low <= number <= high]
+    numbers = map(int, re.findall(r"\d+", given)) if given else range(low, high + 1)
+    allowed = [number for number in numbers if low <= number <= high]
     if not allowed:
-        _exit(
-            RequestError(
-                f"allowed_nodes={given} in --rdzv-conf has no number from {low} to {high} (--nnodes)"
-            )
-        )
+        problem = f"allowed_nodes={given} in --rdzv-conf has no number from {low} to {high} (--nnodes)"
+        _exit(RequestError(problem, "give numbers joined by +, such as 1+2+4"))
     return allowed
 
 

@@ -97,15 +97,12 @@ class Lock:
                 return self.path.read_bytes() == self._content
             if not self._touch():  # asks the server: an NFS client may have old attributes
                 return False
-            named = os.stat(self.path)
+            named, held = os.stat(self.path), os.fstat(self._descriptor)
+            # not by opening the file: closing that descriptor would drop the lock
+            has_content = os.pread(self._descriptor, len(self._content) + 1, 0) == self._content
         except FileNotFoundError:
             return True
-        except OSError:
-            return False
-        try:  # not by opening the file: closing that descriptor would drop the lock
-            held = os.fstat(self._descriptor)
-            has_content = os.pread(self._descriptor, len(self._content) + 1, 0) == self._content
-        except OSError:  # the NFS server has given the lock away (EIO) or has no such file any more (ESTALE)
+        except OSError:  # such as EIO: the NFS server has given the lock away; ESTALE: it has no such file
             return False
         return has_content and held.st_nlink > 0 and os.path.samestat(named, held)
 
