@@ -1,4 +1,7 @@
-"""Every error message that names a remedy is followed to the letter, and the remedy works."""
+"""`doctor` and `train` refuse the same requests, and the remedy in an error message works.
+
+Each remedy is followed to the letter.
+"""
 
 import os
 import shutil
@@ -18,6 +21,8 @@ from place import SMALL, Place
 
 from pipeline.record.checkpoint_files import step_of
 
+NODE = {"PET_NPROC_PER_NODE": "1"}
+"""Makes `doctor` run only the checks of a start."""
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
 HELD = ("run.dir=runs/held", "train.epochs=1000")
 LONG = "train.epochs=1000 evaluate.every=1000_epochs"
@@ -57,6 +62,21 @@ def damage_checkpoints(place: Place) -> None:
 def restore_checkpoints(place: Place) -> None:
     for path in place.path.glob("step-*.pt"):
         shutil.copy(path, place.path / "runs/done/checkpoints")
+
+
+def remove_checkpoints(place: Place) -> None:
+    for path in place.checkpoints():
+        path.unlink()
+
+
+def flatten(place: Place) -> None:
+    shutil.rmtree(place.path / "images/val")
+    (place.path / "images/val").mkdir()
+    (place.path / "images/val/1.jpg").write_bytes(b"x")
+
+
+def diverge(place: Place) -> None:
+    assert place.train(*DIVERGE.split())[0] == 3
 
 
 def make_other_images(place: Place) -> None:
@@ -116,87 +136,135 @@ def kill_rank(place: Place) -> None:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """A start that fails with `code` and `says`, the remedy, and the start that then works."""
+class Request:
+    """A request, the exit code of its checks and of its start, and a remedy that works."""
 
     code: int
-    words: str
-    says: str
-    then: str
-    do: Callable[[Place], object] = lambda _: None
+    words: str = ""
     before: Callable[[Place], object] = lambda _: None
+    says: str = ""
+    """The remedy in the error line."""
+    then: str = ""
+    """The request that works after `do`."""
+    do: Callable[[Place], object] = lambda _: None
+    as_node: bool = True
+    """Ask for a node's checks only."""
+    is_checked: bool = True
+    """The checks find the error before a start."""
 
     def __str__(self) -> str:
-        return f"{self.code} {self.says}"
+        return f"{self.code} {self.says or self.words or self.before.__name__}"
 
 
 RESUME = "run.dir=runs/done train.max_steps=2"  # resumes the existing run
-ROWS = [
-    Advice(2, "train.epoch=3", "did you mean train.epochs?", "train.epochs=3"),
-    Advice(2, "batch.global=9 batch.accumulate=2", "works is 8 or 10", "batch.global=10 batch.accumulate=2"),
-    Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8",
-           "run.exact=true exact.shards=4"),
-    Advice(2, "model.freeze=backbone", "set model.init to pretrained", f"model.freeze=backbone {TUNE}"),
-    Advice(2, f"{TUNE} model.arch=resnet18", "model.arch to its own",
-             f"{TUNE} model.arch=shufflenet_v2_x0_5"),
-    Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size",
-           "model.arch=squeezenet1_1 augment.size=32"),
-    Advice(2, "run.device=cuda", "use run.device=cpu", "run.device=cpu"),
-    Advice(2, "track.required=true track.uri=http://127.0.0.1:PORT", "with track.required=false",
-           "track.required=false track.uri=http://127.0.0.1:PORT"),
-    Advice(2, "data.root=other", "make one with 'pipeline data make synthetic other'", "data.root=other",
-           make_other_images),
-    Advice(2, "data.source=pack data.root=packed", "make one with 'pipeline data pack SRC packed'",
-           "data.source=pack data.root=packed", pack),
-    Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", RESUME),
-    Advice(2, "run.dir=runs/done optimizer.lr=0.3", "start again with run.resume=never",
-           "run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
-    Advice(2, RESUME, "restore it", RESUME, put_image_back, remove_image),
-    Advice(2, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_image),
-    Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=runs/done"),
-    Advice(3, f"run.dir=runs/nan {DIVERGE}", "lower optimizer.lr",
-           "run.dir=runs/nan train.max_steps=4 run.resume=never"),
-    Advice(4, RESUME, "raise data.max_bad", f"{RESUME} data.max_bad=0.9", before=corrupt_images),
-    Advice(4, RESUME, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done",
-           repair_images, corrupt_images),
-    Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
-    Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never",
-           before=damage_checkpoints),
-    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}",
-           stop_holder, start_holder),
+LATE: dict[str, Any] = {"is_checked": False}
+REQUESTS = [
+    # accepted
+    Request(0, "run.exact=true exact.shards=4 augment.mixup=0.2 train.loss=bce"),
+    Request(0, "train.precision=bf16 batch.accumulate=2 train.ema=0.9 model.channels_last=true"),
+    Request(0, "model.init=runs/done model.freeze=backbone"),
+    Request(0, "augment.first_size=32 augment.size=64 augment.growth=[0,1_epochs]"),
+    Request(0, RESUME), Request(0, "run.resume=runs/done"),
+    Request(0, "run.dir=runs/done data.root=moved train.max_steps=2",
+            lambda place: (place.path / "images").rename(place.path / "moved")),
+    Request(0, "run.dir=runs/done run.resume=never", damage_checkpoints),
+    Request(0, "run.dir=runs/done run.resume=never", remove_checkpoints),
+    Request(0, "model.arch=squeezenet1_1 model.batchnorm=average --nproc 2"),
+    # refused because of the configuration alone
+    Request(2, "train.epoch=3", says="did you mean train.epochs?", then="train.epochs=3"),
+    Request(2, "batch.global=9 batch.accumulate=2", says="works is 8 or 10",
+            then="batch.global=10 batch.accumulate=2"),
+    Request(2, "run.exact=true exact.shards=3", says="exact.shards that work are 1, 2, 4, 8",
+            then="run.exact=true exact.shards=4"),
+    Request(2, "model.freeze=backbone", says="set model.init to pretrained",
+            then=f"model.freeze=backbone {TUNE}"),
+    Request(2, "run.device=cuda", says="use run.device=cpu", then="run.device=cpu"),
+    Request(2, "track.required=true track.uri=http://127.0.0.1:PORT", says="with track.required=false",
+            then="track.required=false track.uri=http://127.0.0.1:PORT", as_node=False),
+    Request(2, "track.required=true"), Request(2, "track.uri=sqlite:////proc/x.db track.required=true"),
+    Request(2, "data.root=s3://bucket/x"), Request(2, "model.batchnorm=sync --nproc 2"),
+    # because of the model, which needs torch
+    Request(2, f"{TUNE} model.arch=resnet18", says="model.arch to its own",
+            then=f"{TUNE} model.arch=shufflenet_v2_x0_5"),
+    Request(2, "model.arch=squeezenet1_1 augment.size=8", says="raise augment.size",
+            then="model.arch=squeezenet1_1 augment.size=32"),
+    Request(2, "model.arch=resnet999"), Request(2, "model.arch=alexnet"), Request(2, "model.init=nowhere"),
+    Request(2, "model.init=models:/nowhere@best"), Request(2, f"{TUNE} model.freeze=foo"),
+    # because of the data
+    Request(2, "data.root=other", says="make one with 'pipeline data make synthetic other'",
+            then="data.root=other", do=make_other_images),
+    Request(2, "data.source=pack data.root=packed", says="make one with 'pipeline data pack SRC packed'",
+            then="data.source=pack data.root=packed", do=pack),
+    Request(2, "", flatten),
+    Request(2, "", lambda place: shutil.rmtree(place.path / "images/val/class-0000")),
+    Request(2, "data.source=synthetic data.num_images=8 data.num_classes=10"),
+    # because of the run's folder or its checkpoints
+    Request(2, "run.dir=runs/done optimizer.lr=0.3", says="restore these keys", then=RESUME),
+    Request(2, "run.dir=runs/done optimizer.lr=0.3", says="start again with run.resume=never",
+            then="run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
+    Request(2, RESUME, remove_image, "restore it", RESUME, put_image_back),
+    Request(2, RESUME, remove_image, "start again with run.resume=never", f"{RESUME} run.resume=never"),
+    Request(2, "run.resume=nowhere", says="auto | never | a checkpoint", then="run.resume=runs/done"),
+    Request(2, "run.dir=images/val/class-0000/0000000.jpg/run"), Request(2, "run.dir=s3://bucket/x"),
+    Request(2, "run.resume=runs/done model.arch=shufflenet_v2_x1_0"),
+    Request(3, DIVERGE, diverge),
+    Request(3, f"run.dir=runs/nan {DIVERGE}", says="lower optimizer.lr",
+            then="run.dir=runs/nan train.max_steps=4 run.resume=never", **LATE),
+    Request(4, RESUME, corrupt_images, "raise data.max_bad", f"{RESUME} data.max_bad=0.9", **LATE),
+    Request(4, RESUME, corrupt_images, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done",
+            repair_images, **LATE),
+    Request(4, RESUME, damage_checkpoints, "restore one from a copy", RESUME, restore_checkpoints),
+    Request(4, RESUME, damage_checkpoints, "start again with run.resume=never", f"{RESUME} run.resume=never"),
+    Request(4, "run.dir=runs/done", remove_checkpoints),
+    Request(75, "run.dir=runs/held", start_holder, "wait for it, stop it", f"run.dir=runs/held {LONG}",
+            stop_holder, **LATE),
 ]  # fmt: skip
 
 
-def damage_mirror(place: Place) -> None:
-    """Damage all checkpoints in the bucket, and lose the disk."""
-    assert place.bucket
-    for name in place.bucket.names("run/checkpoints/"):
-        place.bucket.write(name, b"x")
+def lose_disk(place: Place) -> None:
     shutil.rmtree(place.path / "runs/mirrored")
 
 
+def lose_disk_and_images(place: Place) -> None:
+    lose_disk(place)
+    shutil.rmtree(place.path / "images")
+
+
+def damage_local(place: Place) -> None:
+    for path in place.checkpoints("mirrored"):
+        path.write_bytes(b"x")
+
+
+def damage_all(place: Place) -> None:
+    assert place.bucket
+    lose_disk(place)
+    for name in place.bucket.names("run/checkpoints/"):
+        place.bucket.write(name, b"x")
+
+
+def expire(place: Place) -> None:
+    """Delete the mirror's checkpoints, as a lifecycle rule does, and lose the disk."""
+    assert place.bucket
+    lose_disk(place)
+    for name in place.bucket.names("run/checkpoints/"):
+        place.bucket.delete(name)
+
+
 AGAIN = "start again with run.resume=never and another checkpoint.mirror"
-ANOTHER = "run.dir=runs/mirrored checkpoint.mirror=MIRROR/other run.resume=never"
 BAD = "run.dir=runs/bad checkpoint.mirror=MIRROR"
 MIRRORED = "run.dir=runs/mirrored checkpoint.mirror=MIRROR/run"
-MIRROR_ROWS = [
-    Advice(4, f"{BAD}/bad", AGAIN, f"{BAD}/other run.resume=never", repair_images, corrupt_images),
-    Advice(2, f"{MIRRORED} optimizer.lr=0.3", AGAIN, f"{ANOTHER} optimizer.lr=0.3"),
-    Advice(2, MIRRORED, AGAIN, ANOTHER, before=remove_image),
-    Advice(2, f"{MIRRORED} run.resume=never", "give another prefix", ANOTHER),
-    Advice(4, MIRRORED, AGAIN, ANOTHER, before=damage_mirror),
+ANOTHER = "run.dir=runs/mirrored checkpoint.mirror=MIRROR/other run.resume=never"
+MIRRORS = [
+    Request(0, MIRRORED, lose_disk), Request(0, f"{MIRRORED} train.max_steps=2", lose_disk),
+    Request(0, f"{MIRRORED} run.resume=runs/mirrored", lose_disk),
+    Request(0, f"{MIRRORED} train.max_steps=2", damage_local),
+    Request(2, f"{MIRRORED} run.resume=never", lose_disk, "give another prefix", ANOTHER),
+    Request(2, f"{MIRRORED} optimizer.lr=0.3", lose_disk), Request(2, f"{MIRRORED} run.dir=runs/done"),
+    Request(2, f"{MIRRORED} optimizer.lr=0.3", says=AGAIN, then=f"{ANOTHER} optimizer.lr=0.3"),
+    Request(2, MIRRORED, remove_image, AGAIN, ANOTHER), Request(4, MIRRORED, damage_all, AGAIN, ANOTHER),
+    Request(4, MIRRORED, expire), Request(75, f"{MIRRORED} --nproc 2", lose_disk_and_images),
+    Request(4, f"{BAD}/bad", corrupt_images, AGAIN, f"{BAD}/other run.resume=never", repair_images, **LATE),
 ]  # fmt: skip
-
-
-def follow(place: Place, row: Advice, words: Callable[[str], list[str]]) -> None:
-    """Assert that the request is refused with the advice, and that a run that follows it ends."""
-    row.before(place)
-    code, err = place.train(*words(row.words))
-    assert code == row.code, err
-    assert row.says in err
-    row.do(place)
-    code, err = place.train(*words(row.then))
-    assert code == 0, err
 
 
 def words_of(text: str, **values: str) -> list[str]:
@@ -205,32 +273,50 @@ def words_of(text: str, **values: str) -> list[str]:
     return [word.replace("_epochs", " epochs") for word in text.split()]
 
 
-def some(rows: list[Advice], every: int, mark: pytest.MarkDecorator) -> list[Any]:
-    """Return the rows as parameters, of which each push tries one in `every`."""
-    return [row if at % every == 1 else pytest.param(row, marks=mark) for at, row in enumerate(rows)]
+def check(place: Place, request: Request, **values: str) -> None:
+    """Assert the exit codes of a request, and that a start that follows the advice ends."""
+    request.before(place)
+    words = words_of(request.words, **values)
+    if request.is_checked:
+        processes = [{"--nproc": "--world"}.get(word, word) for word in words]
+        as_node = request.as_node and "--nproc" not in words
+        code, err = place.doctor(*processes, **(NODE if as_node else {}))
+        assert code == request.code, err
+        assert "/tmp" not in err.replace(str(place.path), ""), "only the user's own places are named"
+    code, err = place.train(*words)
+    assert code == request.code, err
+    assert request.says in err
+    if request.then:
+        request.do(place)
+        code, err = place.train(*words_of(request.then, **values))
+        assert code == 0, err
 
 
-@pytest.mark.parametrize("row", some(MIRROR_ROWS, 3, pytest.mark.long), ids=str)
-def test_the_remedy_for_a_run_with_a_mirror_works(place: Place, bucket: Bucket, row: Advice) -> None:
-    """The run that follows it is another one: none of the old records come back."""
+def some(requests: list[Request], mark: pytest.MarkDecorator) -> list[Any]:
+    """Return the requests as parameters, of which each push tries one in six."""
+    return [
+        request if number % 6 == 5 else pytest.param(request, marks=mark)
+        for number, request in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize("asked", some(MIRRORS, pytest.mark.long), ids=str)
+def test_a_askedfor_a_run_with_a_mirror(place: Place, bucket: Bucket, asked: Request) -> None:
+    """A run that follows the advice is another one: none of the old records come back."""
     place.bucket = bucket
-
-    def words(text: str) -> list[str]:
-        return words_of(text, MIRROR=bucket.place)
-
-    assert place.train(*words(MIRRORED))[0] == 0
+    assert place.train(*words_of(MIRRORED, MIRROR=bucket.place))[0] == 0
     (created,) = place.events("mirrored", "created")
-    follow(place, row, words)
-    run = row.then.split()[0].rpartition("/")[2]
-    assert place.events(run, "created")[0]["run"] != created["run"]
-    assert place.events(run, "started")[0]["step"] == 0
+    check(place, asked, MIRROR=bucket.place)
+    if asked.then:
+        run = asked.then.split()[0].rpartition("/")[2]
+        assert place.events(run, "created")[0]["run"] != created["run"]
+        assert place.events(run, "started")[0]["step"] == 0
 
 
-@pytest.mark.parametrize("row", some(ROWS, 6, pytest.mark.full), ids=str)
-def test_the_remedy_in_an_error_message_works(place: Place, row: Advice) -> None:
-    port = str(free_port())
+@pytest.mark.parametrize("asked", some(REQUESTS, pytest.mark.full), ids=str)
+def test_doctor_and_train_agree_on_a_askedand_its_remedy_works(place: Place, asked: Request) -> None:
     try:
-        follow(place, row, lambda text: words_of(text, PORT=port))
+        check(place, asked, PORT=str(free_port()))
     finally:
         if place.holder:
             place.holder.kill()

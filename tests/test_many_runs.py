@@ -2,7 +2,6 @@
 
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,20 +100,3 @@ def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric
     assert pipeline("sync", str(run.folder)).code == 0  # waits until the sender has noticed
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"
-
-
-def test_two_resumes_within_a_second_are_one_run_with_one_status(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    run = job(tmp_path / "run", digits, server, "checkpoint.every=5 steps", "train.max_steps=40").start()
-    run.wait_for_step(6)
-    for pause in (0.0, 0.7):
-        assert run.process
-        kill(run.process.pid, signal.SIGKILL)
-        time.sleep(pause)
-        run.start()
-    result = run.wait()
-    assert result.code == 0, result.err
-    assert pipeline("sync", str(run.folder)).code == 0
-    server.check_points(run)
-    assert server.run_of(run).info.status == "FINISHED"

@@ -104,19 +104,5 @@ def test_a_suspended_job_loses_its_disks_and_no_step(
         assert_same(pods.run, undisturbed)
 
 
-@pytest.mark.long
-@pytest.mark.fault("L3", ci=1, long=5)
-def test_node_0_lost_with_its_disk_after_the_last_step_does_not_keep_the_job_from_completing(
-    tmp_path: Path, digits: Path, bucket: Bucket
-) -> None:
-    pack(digits, bucket)
-    with pods_of(bucket, tmp_path / "job") as pods:
-        end = pods.start_and_watch(300)
-        pods.wait_for_step(STEPS - 2)
-        pods.wait_until(lambda: b'"FINISHED"' in bucket.read("runs/digits/journal.jsonl"), "end of rank 0")
-        pods[0].kill()
-        assert end() == 0, pods.logs()
-
-
 def _run_ids(run: Job) -> set[str]:
     return {row["run"] for row in read_rows(run.folder / "journal.jsonl") if "run" in row}
