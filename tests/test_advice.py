@@ -3,19 +3,15 @@
 Each remedy is followed to the letter.
 """
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import children, environment, free_port, variable
+from harness import Job, free_port, kill
 from object_store import Bucket
 from place import SMALL, Place
 
@@ -24,7 +20,6 @@ from pipeline.record.checkpoint_files import step_of
 NODE = {"PET_NPROC_PER_NODE": "1"}
 """Makes `doctor` run only the checks of a start."""
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
-HELD = ("run.dir=runs/held", "train.epochs=1000")
 LONG = "train.epochs=1000 evaluate.every=1000_epochs"
 TUNE = "model.init=runs/done"
 
@@ -92,47 +87,39 @@ def start_holder(place: Place) -> None:
     start_training(place, "checkpoint.every=1000 epochs", "evaluate.every=1000 epochs")
 
 
-def start_training(place: Place, *more: str) -> None:
-    words = ["digits", *SMALL, *HELD, "train.max_steps=2000", *more]
-    with open(place.path / "held.err", "w") as err:
-        command = [sys.executable, "-m", "pipeline", "train", *words]
-        place.holder = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=err)
-    wait_until(place, lambda: bool(place.events("held", "started")))
-
-
-def wait_until(place: Place, condition: Callable[[], bool]) -> None:
-    """Wait for something that the other process does."""
-    assert place.holder
-    end = time.monotonic() + 120
-    while not condition():
-        assert place.holder.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def start_training(place: Place, *more: str, nproc: int = 1) -> None:
+    words = ["digits", *SMALL, "train.epochs=1000", "train.max_steps=2000", *more]
+    place.holder = Job(Path("runs/held"), words, nproc).start()
+    place.holder.wait_for_start()
 
 
 def stop_holder(place: Place) -> None:
     """Stop the other process, which saves its step and exits with 75."""
+    end_holder(place, signal.SIGTERM)
     assert place.holder
-    place.holder.send_signal(signal.SIGTERM)
-    assert place.holder.wait(30) == 75
+    assert place.holder.wait().code == 75
+
+
+def end_holder(place: Place, number: int = signal.SIGKILL) -> None:
+    if place.holder and place.holder.process:
+        kill(place.holder.process.pid, number)
 
 
 def lose_images(place: Place) -> None:
     """Remove the images once the other process has saved a checkpoint; it exits with 75."""
     assert place.holder
-    wait_until(place, lambda: bool(place.checkpoints("held")))
+    place.holder.wait_until(place.holder.checkpoints, "checkpoint")
     (place.path / "images").rename(place.path / "away")
-    assert place.holder.wait(60) == 75
+    assert place.holder.wait().code == 75
     (place.path / "away").rename(place.path / "images")
 
 
 def kill_rank(place: Place) -> None:
     """Kill a process of the other run once it has saved a checkpoint; the run exits with 1."""
     assert place.holder
-    wait_until(place, lambda: bool(place.checkpoints("held")))
-    (rank,) = (pid for pid in children(place.holder.pid) if variable(pid, "RANK") == "1")
-    os.kill(rank, signal.SIGKILL)
-    assert place.holder.wait(60) == 1
+    place.holder.wait_until(place.holder.checkpoints, "checkpoint")
+    kill(place.holder.ranks()[1], signal.SIGKILL)
+    assert place.holder.wait().code == 1
 
 
 @dataclass(frozen=True)
@@ -318,30 +305,30 @@ def test_doctor_and_train_agree_on_a_askedand_its_remedy_works(place: Place, ask
     try:
         check(place, asked, PORT=str(free_port()))
     finally:
-        if place.holder:
-            place.holder.kill()
+        end_holder(place)
 
 
 @pytest.mark.parametrize(
-    ("resume", "end"),
-    [("never", stop_holder), pytest.param("runs/done", stop_holder, marks=pytest.mark.full),
-     pytest.param("never run.timeout=8", lose_images, marks=pytest.mark.full),
-     pytest.param("never --nproc 2", kill_rank, marks=pytest.mark.full)],
+    ("resume", "nproc", "end"),
+    [("never", 1, stop_holder), pytest.param("runs/done", 1, stop_holder, marks=pytest.mark.full),
+     pytest.param("never run.timeout=8", 1, lose_images, marks=pytest.mark.full),
+     pytest.param("never", 2, kill_rank, marks=pytest.mark.full)],
 )  # fmt: skip
 def test_the_remedy_in_the_line_of_an_interrupted_run_works(
-    place: Place, resume: str, end: Callable[[Place], None]
+    place: Place, resume: str, nproc: int, end: Callable[[Place], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same command would apply run.resume again, and discard what was saved since."""
+    monkeypatch.chdir(place.path)
     try:
-        start_training(place, *f"run.resume={resume}".split())
+        start_training(place, *f"run.resume={resume}".split(), nproc=nproc)
         end(place)
     finally:
-        assert place.holder
-        place.holder.kill()
-    line = (place.path / "held.err").read_text().splitlines()[-1]
+        end_holder(place)
+    assert place.holder
+    line = place.holder.log().splitlines()[-1]
     remedy = "run.resume=auto" if resume.startswith("never") else "run.resume=runs/held"
     assert f"the same command with {remedy} " in line
     saved = step_of(place.checkpoints("held")[-1])
-    code, err = place.train(*HELD, f"train.max_steps={saved + 1}", remedy)
+    code, err = place.train("run.dir=runs/held", "train.epochs=1000", f"train.max_steps={saved + 1}", remedy)
     assert code == 0, err
     assert [row["step"] for row in place.events("held", "started")][1:] == [saved]

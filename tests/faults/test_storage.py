@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,31 +22,24 @@ from pipeline.record.checkpoint_files import read_verified, step_of
 from pipeline.record.folder import RunFolder
 
 
-def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "data.workers=0", "checkpoint.keep=2",
              "train.max_steps=40", "checkpoint.every=3 steps", "evaluate.every=1000 steps"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=nproc, env=env)
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Job, int]:
     """Run without faults; return the job and the largest number of checkpoint files at any time."""
-    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
-    has_ended = threading.Event()
-
-    def largest_count() -> int:
-        counts = [0]
-        while not has_ended.wait(0.02):
-            folder = run.folder / "checkpoints"
-            counts.append(len(os.listdir(folder)) if folder.exists() else 0)
-        return max(counts)
-
-    with ThreadPoolExecutor(1) as pool:
-        count = pool.submit(largest_count)
-        code = run.run().code
-        has_ended.set()
-    assert code == 0
-    return run, count.result()
+    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits).start()
+    count = 0
+    assert run.process
+    while run.process.poll() is None:
+        with suppress(FileNotFoundError):
+            count = max(count, len(os.listdir(run.folder / "checkpoints")))
+        time.sleep(0.02)
+    assert run.wait().code == 0
+    return run, count
 
 
 @pytest.fixture
@@ -183,26 +174,27 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.fault("C4", ci=1, long=10)
 def test_ranks_that_list_folders_differently_train_the_same(tmp_path: Path, digits: Path, seed: int) -> None:
     """Simulate a network file system that shows another machine's files late."""
-    (tmp_path / "sitecustomize.py").write_text(
+    partial_listing = (
         "import os\n"
-        "if os.environ.get('RANK', '0') != '0':\n"
-        "    scandir, listdir = os.scandir, os.listdir\n"
-        "    class EverySecond:\n"
-        "        def __init__(self, path): self.inner = scandir(path)\n"
-        "        def __enter__(self): return self\n"
-        "        def __exit__(self, *_): self.inner.close()\n"
-        "        def __iter__(self): return iter(list(self.inner)[::-2])\n"
-        f"    is_shared = lambda path: str(path).startswith(({str(digits)!r}, {str(tmp_path / 'other')!r}))\n"
-        "    os.scandir = lambda path='.': EverySecond(path) if is_shared(path) else scandir(path)\n"
-        "    os.listdir = lambda path='.': listdir(path)[::-2] if is_shared(path) else listdir(path)\n"
+        "scandir, listdir = os.scandir, os.listdir\n"
+        "class EverySecond:\n"
+        "    def __init__(self, path): self.inner = scandir(path)\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *_): self.inner.close()\n"
+        "    def __iter__(self): return iter(list(self.inner)[::-2])\n"
+        "def is_late(path):\n"
+        f"    places = ({str(digits)!r}, {str(tmp_path / 'other')!r})\n"
+        "    return os.environ.get('RANK', '0') != '0' and str(path).startswith(places)\n"
+        "os.scandir = lambda path='.': EverySecond(path) if is_late(path) else scandir(path)\n"
+        "os.listdir = lambda path='.': listdir(path)[::-2] if is_late(path) else listdir(path)\n"
     )
-    words = ("train.max_steps=8", "data.source=folder")
     lines = set()
-    for name, env in (("same", {}), ("other", {"PYTHONPATH": str(tmp_path)})):
-        run = job(tmp_path / name, digits, *words, nproc=2, **env)
+    for name, prelude in (("same", ""), ("other", partial_listing)):
+        run = job(tmp_path / name, digits, "train.max_steps=8", "data.source=folder", nproc=2)
+        run.prelude = prelude
         assert run.run().code == 0, run.log()
-        resumed = job(tmp_path / name, digits, *words[1:], "train.max_steps=12", nproc=2, **env)
-        lines.add(resumed.run().out)
+        run.arguments.append("train.max_steps=12")
+        lines.add(run.run().out)
     assert len(lines) == 1
 
 
@@ -273,7 +265,8 @@ def test_a_clock_that_jumps_changes_nothing(
     tmp_path: Path, digits: Path, uninterrupted: Job, hours: int
 ) -> None:
     """Change only Python's clock: torch's timeouts use a monotonic clock, which never jumps."""
-    (tmp_path / "sitecustomize.py").write_text(
+    run = job(tmp_path / "run", digits, "run.timeout=20")
+    run.prelude = (
         "import os, time\n"
         "real, real_ns = time.time, time.time_ns\n"
         "def jump():\n"
@@ -284,7 +277,6 @@ def test_a_clock_that_jumps_changes_nothing(
         "time.time = lambda: real() + jump()\n"
         "time.time_ns = lambda: real_ns() + jump() * 10**9\n"
     )
-    run = job(tmp_path / "run", digits, "run.timeout=20", PYTHONPATH=str(tmp_path))
     result = run.run()
     assert result.out == uninterrupted.output()
     rows = read_rows(run.folder / "journal.jsonl")

@@ -1,12 +1,11 @@
 """The rendered Job without a shared disk: data and run in a bucket, a disk for each pod."""
 
-import json
 import random
 import time
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, pipeline, read_rows
+from harness import SMALL, Job, pipeline, read_rows
 from manifests import Document
 from object_store import Bucket
 
@@ -50,9 +49,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.mark.full
 @pytest.mark.fault("K5", ci=1, long=10)
-@pytest.mark.parametrize("loss", ["killed", pytest.param("frozen", marks=pytest.mark.long)])
 def test_node_0_lost_with_its_disk_comes_back_bit_identical(
-    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, loss: str, seed: int, notes: Notes
+    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, seed: int, notes: Notes
 ) -> None:
     pack(digits, bucket)
     draw = random.Random(seed)
@@ -62,12 +60,7 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
         time.sleep(draw.uniform(0, 0.5))
         lost, before = time.monotonic(), pods.run.folder
         run_id = _run_ids(pods.run)
-        if loss == "killed":
-            pods[0].kill()
-        else:
-            pods.freeze(0)
-            pods.wait_until(lambda: not pods[1].trainers(), "end of the other rank", 75)
-            pods.replace_lost(0)
+        pods[0].kill()
         pods.wait_until(
             lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk"
         )
@@ -79,29 +72,6 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
     names = bucket.names("runs/")
     assert not [name for name in names if not name.startswith("runs/digits/")], "one mirror for the run"
     assert bucket.read("runs/digits/journal.jsonl") == (pods.run.folder / "journal.jsonl").read_bytes()
-
-
-@pytest.mark.long
-@pytest.mark.fault("L2", ci=1, long=5)
-def test_a_suspended_job_loses_its_disks_and_no_step(
-    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, seed: int, notes: Notes
-) -> None:
-    pack(digits, bucket)
-    with pods_of(bucket, tmp_path / "job") as pods:
-        end = pods.start_and_watch(600)
-        pods.wait_for_step(random.Random(seed).randint(2, STEPS - 15))
-        seconds = pods.suspend()
-        notes.note("L2", seconds=seconds)
-        assert seconds < 10 * SHARING
-        assert not pods.run.folder.exists()
-        last_step = json.loads(bucket.read("runs/digits/trace.jsonl").splitlines()[-1])["step"]
-        assert max(bucket.names("runs/digits/checkpoints/")).startswith(
-            f"runs/digits/checkpoints/step-{last_step:08}."
-        )
-        pods.resume()
-        assert end() == 0, pods.logs()
-        assert [row["step"] for row in pods.run.starts()] == [0, last_step]
-        assert_same(pods.run, undisturbed)
 
 
 def _run_ids(run: Job) -> set[str]:
