@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, bench, kill, pipeline
+from harness import SMALL, Job, bench, kill, quick
 from mlflow.entities import Run
 from server import Server, give_up_quickly, tracked_job
 
@@ -67,9 +67,9 @@ def test_runs_name_their_changes_predecessor_and_verification(
     assert before.data.tags["continued by"].startswith(f"second (run {after.info.run_id} of experiment ")
 
     listing = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
-    not_named = pipeline("verify", str(first.folder), "--steps", "8")
+    not_named = quick("verify", str(first.folder), "--steps", "8")
     assert f"not noted in MLflow: set MLFLOW_TRACKING_URI={server.uri} if " in not_named.err
-    verified = pipeline("verify", str(first.folder), MLFLOW_TRACKING_URI=server.uri)
+    verified = quick("verify", str(first.folder), MLFLOW_TRACKING_URI=server.uri)
     assert verified.code == 0, verified.err
     assert f"noted in MLflow at {server.uri}" in verified.err
     assert f"on {socket.gethostname()}: identical: " in server.run_of(first).data.tags["verified"]
@@ -80,13 +80,13 @@ def test_a_sync_by_hand_beside_a_live_sender_names_it_and_sends_nothing(
     tmp_path: Path, digits: Path, server: Server
 ) -> None:
     run = endless(tmp_path / "run", digits, server)
-    by_hand = pipeline("sync", str(run.folder))
+    by_hand = quick("sync", str(run.folder))
     assert by_hand.code == 75
     assert f" on {socket.gethostname()} since " in by_hand.error
     assert run.process
     kill(run.process.pid, signal.SIGTERM)
     assert run.wait().code == 75
-    assert pipeline("sync", str(run.folder)).code == 0
+    assert quick("sync", str(run.folder)).code == 0
     server.check_points(run)
     assert server.run_of(run).info.status == "KILLED"
 
@@ -97,6 +97,6 @@ def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric
     run = endless(tmp_path / "run", digits, server)
     assert run.process
     kill(run.process.pid, signal.SIGKILL)
-    assert pipeline("sync", str(run.folder)).code == 0  # waits until the sender has noticed
+    assert quick("sync", str(run.folder)).code == 0  # waits until the sender has noticed
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"

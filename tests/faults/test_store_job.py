@@ -5,61 +5,42 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, pipeline, read_rows
-from manifests import Document
+from harness import SMALL, Job, quick, read_rows
 from object_store import Bucket
 
 from faults.cluster import assert_same
 from faults.ledger import Notes
 from faults.pods import Pods, missing, rendered
 
-pytestmark = [
-    pytest.mark.skipif(missing() is not None, reason=missing() or ""), pytest.mark.usefixtures("jpegtran")
-]  # fmt: skip
-
 STEPS = 40
 WORDS = (*SMALL, "train.epochs=100", f"train.max_steps={STEPS}", "evaluate.every=1000 epochs",
          "checkpoint.every=7 steps")  # fmt: skip
-ENDPOINT = "http://store.storage.svc:8333"
 
 
-def manifests(bucket: Bucket) -> list[Document]:
-    """Return a Job whose data and run are in the bucket."""
-    words = (*WORDS, "data.source=pack", "data.cache=/data/cache")
-    return rendered(f"{bucket.place}/data", *words, store=bucket.place, store_endpoint=ENDPOINT)
-
-
-def pods_of(bucket: Bucket, folder: Path) -> Pods:
-    keys = {name: value for name, value in bucket.server.env.items() if name != "AWS_ENDPOINT_URL"}
-    return Pods(manifests(bucket), folder, store=bucket.server.endpoint, secrets={"store-credentials": keys})
-
-
-def pack(digits: Path, bucket: Bucket) -> None:
-    packed = pipeline("data", "pack", str(digits), f"{bucket.place}/data")
-    assert packed.code == 0, packed.err
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """Train from a local folder, with a shared disk."""
-    with Pods(rendered(digits, *WORDS), tmp_path_factory.mktemp("undisturbed") / "job") as pods:
-        assert pods.start().wait() == 0, pods.logs()
-        return pods.run
-
-
+@pytest.mark.skipif(missing() is not None, reason=missing() or "")
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.full
 @pytest.mark.fault("K5", ci=1, long=10)
 def test_node_0_lost_with_its_disk_comes_back_bit_identical(
-    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, seed: int, notes: Notes
+    tmp_path: Path, digits: Path, bucket: Bucket, seed: int, notes: Notes
 ) -> None:
-    pack(digits, bucket)
+    with Pods(rendered(digits, *WORDS), tmp_path / "undisturbed") as pods:  # from a local folder
+        assert pods.start().wait() == 0, pods.logs()
+        undisturbed = pods.run
+    packed = quick("data", "pack", str(digits), f"{bucket.place}/data")
+    assert packed.code == 0, packed.err
+    manifests = rendered(
+        f"{bucket.place}/data", *WORDS, "data.source=pack", "data.cache=/data/cache",
+        store=bucket.place, store_endpoint="http://store.storage.svc:8333",
+    )  # fmt: skip
+    keys = {name: value for name, value in bucket.server.env.items() if name != "AWS_ENDPOINT_URL"}
+    store = {"store": bucket.server.endpoint, "secrets": {"store-credentials": keys}}
     draw = random.Random(seed)
-    with pods_of(bucket, tmp_path / "job") as pods:
+    with Pods(manifests, tmp_path / "job", **store) as pods:
         end = pods.start_and_watch(900)
         pods.wait_for_step(draw.randint(8, STEPS - 15))
         time.sleep(draw.uniform(0, 0.5))
-        lost, before = time.monotonic(), pods.run.folder
-        run_id = _run_ids(pods.run)
+        lost, before, run_id = time.monotonic(), pods.run.folder, _run_ids(pods.run)
         pods[0].kill()
         pods.wait_until(
             lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk"
