@@ -27,7 +27,7 @@ import yaml
 from harness import SMALL, Job, environment, free_port, on_host, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
-from server import Server
+from server import Server, tracked_job
 from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 
@@ -531,15 +531,10 @@ def test_a_training_imports_nothing_from_the_current_folder(tmp_path: Path, digi
     script = tmp_path / "bin" / "pipeline"
     script.parent.mkdir()
     script.write_text("from pipeline.cli.main import command\ncommand()\n")
-    small = [word for word in SMALL if not word.startswith(("track.uri", "track.report"))]
-    words = [
-        f"data.root={digits}",
-        *small,
-        "run.dir=run",
-        "track.uri=sqlite:///mlflow.db",
-        "train.max_steps=2",
-    ]
-    for command in (["train", "digits", *words, "--nproc", "2"], *([["verify", "run"]] if full else [])):
+    words = tracked_job(
+        Path("run"), digits, "track.uri=sqlite:///mlflow.db", "train.max_steps=2"
+    ).train_words()
+    for command in ([*words, "--nproc", "2"], *([["verify", "run"]] if full else [])):
         done = subprocess.run(
             [sys.executable, script, *command],
             cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
@@ -595,9 +590,9 @@ def test_a_server_with_a_password_requires_it_and_a_training_sends_it(
             assert subprocess.run(probe, env=environment(**secret), check=False).returncode == 0
             wrong = environment(**{**secret, "MLFLOW_AUTH_ADMIN_PASSWORD": "another one"})
             assert subprocess.run(probe, env=wrong, stderr=subprocess.DEVNULL, check=False).returncode != 0
-        small = [word for word in SMALL if not word.startswith("track.uri")]
-        words = ["digits", f"data.root={digits}", *small, "data.workers=0", "train.max_steps=4"]
-        run = Job(tmp_path / "run", words, env={"MLFLOW_TRACKING_URI": server.uri, **given})
+        run = tracked_job(
+            tmp_path / "run", digits, "train.max_steps=4", MLFLOW_TRACKING_URI=server.uri, **given
+        )
         result = run.run()
         assert result.code == 0, result.err
         assert server.run_of(run).info.status == "FINISHED"
