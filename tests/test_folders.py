@@ -1,6 +1,6 @@
-"""The table of docs/your-data.md is what the commands do with folders of photos as people have them.
+"""The table of docs/your-data.md is what the commands do with folders as people have them.
 
-`python tests/test_folders.py docs/your-data.md` writes the table; without an argument it is printed.
+`python tests/test_folders.py docs/your-data.md` writes the table; without an argument it is shown.
 """
 
 import os
