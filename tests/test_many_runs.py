@@ -30,13 +30,6 @@ def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Jo
     return run, server.run_of(run)
 
 
-def endless(folder: Path, digits: Path, server: Server) -> Job:
-    """Start a training without end, and wait for its first metric."""
-    run = job(folder, digits, server, "train.epochs=1000", "train.max_steps=none").start()
-    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
-    return run
-
-
 def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: Path, server: Server) -> None:
     words = [word for word in SMALL if not word.startswith("track.uri")]
     result = bench(
@@ -76,27 +69,14 @@ def test_runs_name_their_changes_predecessor_and_verification(
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == listing
 
 
-def test_a_sync_by_hand_beside_a_live_sender_names_it_and_sends_nothing(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    run = endless(tmp_path / "run", digits, server)
+def test_two_senders_send_each_metric_once(tmp_path: Path, digits: Path, server: Server) -> None:
+    run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none").start()
+    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
     by_hand = quick("sync", str(run.folder))
-    assert by_hand.code == 75
+    assert by_hand.code == 75, "beside a live sender it sends nothing"
     assert f" on {socket.gethostname()} since " in by_hand.error
     assert run.process
-    kill(run.process.pid, signal.SIGTERM)
-    assert run.wait().code == 75
-    assert quick("sync", str(run.folder)).code == 0
-    server.check_points(run)
-    assert server.run_of(run).info.status == "KILLED"
-
-
-def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric_once(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    run = endless(tmp_path / "run", digits, server)
-    assert run.process
-    kill(run.process.pid, signal.SIGKILL)
+    kill(run.process.pid, signal.SIGKILL)  # the sender outlives its training
     assert quick("sync", str(run.folder)).code == 0  # waits until the sender has noticed
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"

@@ -549,7 +549,10 @@ def test_a_training_imports_nothing_from_the_current_folder(tmp_path: Path, digi
 def listening_addresses(pid: int) -> set[str]:
     """Return the local addresses at which a process listens, see proc_pid_net(5)."""
     found = set()
-    links = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    links = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.add(os.readlink(path))
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
