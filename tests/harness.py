@@ -193,7 +193,7 @@ class Job:
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         env = environment(**self.env)
-        if not self._needs_interpreter():
+        if not (self.interpreter or self.prefix or _needs_interpreter(self.env)):
             self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
             return self
         assert not self.prelude
@@ -224,14 +224,9 @@ class Job:
                     kill(pid, signal.SIGUSR1)
         time.sleep(1)
 
-    def _needs_interpreter(self) -> bool:
-        return self.interpreter or bool(self.prefix) or _needs_interpreter(self.env)
-
     def run(self) -> Result:
-        """Train to the end; a run without a launcher is a fork, unless it needs an interpreter."""
-        if self.nproc > 1 or self.by_torchrun or self._needs_interpreter():
-            return self.start().wait()
-        return self.run_in_forks()
+        """Train to the end."""
+        return self.start().wait()
 
     def run_in_forks(self) -> Result:
         """Train to the end, each rank in a fork, without a launcher."""
