@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
@@ -122,6 +122,56 @@ class Server:
         )
 
 
+def http_server(reply: Callable[[BaseHTTPRequestHandler], None]) -> ThreadingHTTPServer:
+    """Return a server that answers every request with `reply`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            reply(self)
+
+        do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+
+@contextlib.contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Let a server answer in a thread; yield its address."""
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def foreign_server(
+    status: int = 200, answer: Callable[[str], Iterable[bytes]] = lambda _: [b"{}"], **headers: str
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Start a foreign server; yield its address and (path, Authorization) of each request.
+
+    answer: returns the parts of the answer to a path.
+    """
+    seen: list[tuple[str, str]] = []
+
+    def reply(request: BaseHTTPRequestHandler) -> None:
+        seen.append((request.path, request.headers.get("Authorization", "")))
+        # unread, it would reset the connection
+        request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.end_headers()
+        with contextlib.suppress(OSError):
+            for part in answer(request.path):
+                request.wfile.write(part)
+
+    with serving(http_server(reply)) as uri:
+        yield uri, seen
+
+
 class Gateway:
     """An HTTP or HTTPS proxy in front of a server, which refuses some requests.
 
@@ -135,61 +185,53 @@ class Gateway:
 
         An answer is a status, and a body that is not a page in HTML.
         """
-        self.fault = fault
+        self._upstream, self.fault = upstream.removeprefix("http://"), fault
         self.requests: list[str] = []
         self.seen: list[tuple[str, bytes]] = []
         """The header Authorization and the body of each request."""
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked, size = f"{self.command} {self.path}", int(self.headers.get("Content-Length", 0))
-                gateway.requests.append(asked)
-                fault = gateway.fault(asked, size)
-                if fault == "reset":
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    self.close_connection = True
-                    return
-                body = self.rfile.read(size)
-                gateway.seen.append((self.headers.get("Authorization", ""), asked.encode() + body))
-                if fault:
-                    status, _, text = fault.partition(" ")
-                    self.answer(int(status), {}, text.encode() or b"<html><h1>Refused</h1></html>")
-                    return
-                connection = http.client.HTTPConnection(upstream.removeprefix("http://"), timeout=60)
-                with contextlib.closing(connection):
-                    connection.request(self.command, self.path, body, dict(self.headers))
-                    answer = connection.getresponse()
-                    left_out = ("transfer-encoding", "content-length", "connection")
-                    headers = {
-                        name: value for name, value in answer.getheaders() if name.lower() not in left_out
-                    }
-                    self.answer(answer.status, headers, answer.read())
-
-            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response_only(status)
-                for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self._server.server_port}"
+        server = http_server(self._reply)
+        self.uri = f"http://127.0.0.1:{server.server_port}"
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
             self.uri = self.uri.replace("http", "https")
+        self._serving = serving(server)
 
     def __enter__(self) -> "Gateway":
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        self._serving.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._serving.__exit__(None, None, None)
+
+    def _reply(self, request: BaseHTTPRequestHandler) -> None:
+        asked, size = f"{request.command} {request.path}", int(request.headers.get("Content-Length", 0))
+        self.requests.append(asked)
+        fault = self.fault(asked, size)
+        if fault == "reset":
+            request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            request.close_connection = True
+            return
+        body = request.rfile.read(size)
+        self.seen.append((request.headers.get("Authorization", ""), asked.encode() + body))
+        status, headers, content = self._answer(request, body, fault)
+        request.send_response_only(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            request.send_header(name, value)
+        request.end_headers()
+        request.wfile.write(content)
+
+    def _answer(
+        self, request: BaseHTTPRequestHandler, body: bytes, fault: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        if fault:
+            status, _, text = fault.partition(" ")
+            return int(status), {}, text.encode() or b"<html><h1>Refused</h1></html>"
+        connection = http.client.HTTPConnection(self._upstream, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(request.command, request.path, body, dict(request.headers))
+            answer = connection.getresponse()
+            left_out = ("transfer-encoding", "content-length", "connection")
+            headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
+            return answer.status, headers, answer.read()

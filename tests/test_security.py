@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import http.server
 import importlib.util
 import io
 import json
@@ -12,11 +11,10 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import yaml
 from harness import SMALL, Job, environment, free_port, on_host, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
-from server import Server, tracked_job
+from server import Server, foreign_server, tracked_job
 from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 
@@ -237,42 +235,6 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
     path = checkpoint_files.find(run_dir)
     weights = checkpoint.decode(path.read_bytes(), path)["model"]
     assert weights_digest(read) == weights_digest(weights)
-
-
-@contextlib.contextmanager
-def foreign_server(
-    status: int = 200, answer: Callable[[str], Iterable[bytes]] = lambda _: [b"{}"], **headers: str
-) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Start a foreign server; yield its address and (path, Authorization) of each request.
-
-    answer: returns the parts of the answer to a path.
-    """
-    seen: list[tuple[str, str]] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append((self.path, self.headers.get("Authorization", "")))
-            self.rfile.read(
-                int(self.headers.get("Content-Length", 0))
-            )  # unread, it would reset the connection
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-            with contextlib.suppress(OSError):
-                for part in answer(self.path):
-                    self.wfile.write(part)
-
-        do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", seen
-    server.shutdown()
-    server.server_close()
 
 
 def test_a_registry_cannot_send_a_client_to_another_host(
