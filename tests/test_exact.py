@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_each_sample_once, kill, quick
+from harness import SMALL, Job, assert_each_sample_once, kill
 from torch import nn
 
 from pipeline.config.load import load
@@ -84,21 +84,6 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
     killed.nproc = 4
     assert killed.run_in_forks().out == alone.output()
     assert killed.trace() == alone.trace()
-
-
-def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(
-    tmp_path: Path, digits: Path
-) -> None:
-    for words, says in (
-        (["--nproc", "5"], "worlds that work are 1, 2, 3, 4, 6, 12"),
-        (["exact.shards=7"], "exact.shards that work are 2, 3, 4, 6, 8, 12"),
-        (["batch.accumulate=13"], "exact.shards that work are 16, 24"),
-        (["train.precision=fp16"], "train.precision=fp16"),
-        (["model.batchnorm=sync"], "model.batchnorm=sync"),
-    ):
-        run = ("digits", f"data.root={digits}", "run.exact=true", f"run.dir={tmp_path / 'run'}")
-        result = quick("train", *run, *words)
-        assert (result.code, says in result.error) == (2, True), result.error
 
 
 class Net(nn.Module):
