@@ -28,7 +28,7 @@ RUNS = {
     "vit-s16": (8, IMAGENET, 1e-3),
     "vit-l16": (16, IMAGENET, 0.5),
 }
-"""Each recipe -> number of processes, data, and the source's peak learning rate for the global batch."""
+"""Each recipe -> number of processes, data, and the source's peak LR for the global batch."""
 
 
 def test_every_recipe_is_in_this_file_and_in_the_documentation() -> None:

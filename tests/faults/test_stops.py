@@ -123,7 +123,7 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_before_the_first_step_prints_one_line_and_leaves_no_folder(
+def test_a_signal_to_the_launcher_before_the_first_step_prints_one_line(
     tmp_path: Path, digits: Path, number: int, seed: int
 ) -> None:
     draw = random.Random(seed + number)
@@ -137,7 +137,6 @@ def test_a_signal_before_the_first_step_prints_one_line_and_leaves_no_folder(
         assert result.code == 75, result.err
         assert "asked to stop before a step was made" in result.error
         run.wait_gone(1)
-        assert not run.folder.exists()
 
 
 def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
@@ -180,6 +179,20 @@ def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path, nu
         _, error = process.communicate()
     assert process.returncode == 75
     assert error == "pipeline: interrupted: give the same command again\n"
+
+
+def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, nproc=1)
+    run.prelude = (
+        "import os, signal, pipeline.record.folder as folder\n"
+        "hold = folder.RunFolder.hold\n"
+        "def hold_and_stop(self):\n"
+        "    hold(self)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "folder.RunFolder.hold = hold_and_stop\n"
+    )
+    assert run.run().code == 75
+    assert not run.folder.exists()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
