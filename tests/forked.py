@@ -86,8 +86,9 @@ class Forked:
         files = Path(self._folder.name, str(next(self._numbers)))
         pid, code = files.with_suffix(".pid"), files.with_suffix(".code")
         request = {
-            "command": command, "environment": environment, "outputs": list(map(str, outputs)),
-            "prelude": prelude, "cwd": str(cwd or Path.cwd()), "pid": str(pid), "code": str(code),
+            "command": command, "environment": environment, "prelude": prelude,
+            "outputs": [str(path.absolute()) for path in outputs], "cwd": str(cwd or Path.cwd()),
+            "pid": str(pid), "code": str(code),
         }  # fmt: skip
         with self._lock:
             self._server.stdin.write(json.dumps(request).encode() + b"\n")
