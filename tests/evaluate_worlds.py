@@ -1,14 +1,8 @@
-"""Evaluate one model with 1, 2, 3 and 4 processes: python evaluate_worlds.py IMAGES OUTPUT.
-
-The processes are forks of one that has imported torch. OUTPUT gets one JSON list: what each world
-found, and the logits and labels that one process saw.
-"""
+"""Evaluate one model with several processes, which are forks of this one: it has imported torch."""
 
 import json
-import os
-import sys
-import tempfile
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +15,6 @@ from pipeline.group import Group
 from pipeline.record.terminal import SILENT
 from pipeline.train.listener import Evaluated
 from pipeline.world import World
-
-WORLDS = (1, 2, 3, 4)
 
 
 def make_model() -> nn.Module:
@@ -43,6 +35,31 @@ def evaluate(root: Path, group: Group, model: nn.Module) -> Evaluated:
     return result
 
 
+def evaluate_alone(root: Path) -> tuple[dict[str, Any], torch.Tensor, list[int]]:
+    """Return what one process found, and the logits and labels that it saw."""
+    logits: list[torch.Tensor] = []
+    model = make_model()
+    model.register_forward_hook(lambda _module, _inputs, result: logits.append(result))
+    found = evaluate(root, Group(World(), torch.device("cpu")), model)
+    return _found(found), torch.cat(logits), found.predictions.labels.tolist()
+
+
+def evaluate_together(root: Path, size: int, folder: Path) -> Any:
+    """Return what `size` processes found."""
+    forks = get_context("fork")
+    worlds = [
+        World(size, size, rank, rank, init_method=f"file://{folder}/store-{size}") for rank in range(size)
+    ]
+    output = folder / f"{size}.json"
+    processes = [forks.Process(target=_run_rank, args=(root, world, output)) for world in worlds]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert not any(process.exitcode for process in processes)
+    return json.loads(output.read_text())
+
+
 def _run_rank(root: Path, world: World, output: Path) -> None:
     group = Group(world, torch.device("cpu"), 60)
     result = evaluate(root, group, make_model())
@@ -52,35 +69,5 @@ def _run_rank(root: Path, world: World, output: Path) -> None:
 
 
 def _found(result: Evaluated) -> dict[str, Any]:
-    return {
-        **asdict(result.evaluation),
-        "recalls": result.predictions.recalls([f"{label}" for label in range(10)]),
-    }
-
-
-def main(root: Path, output: Path) -> None:
-    torch.set_num_threads(1)
-    found = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for size in WORLDS[1:]:
-            file = Path(scratch, f"{size}.json")
-            children = []
-            for rank in range(size):
-                child = os.fork()
-                if not child:
-                    world = World(size, size, rank, rank, init_method=f"file://{scratch}/store-{size}")
-                    _run_rank(root, world, file)
-                    os._exit(0)
-                children.append(child)
-            assert not any(os.waitpid(child, 0)[1] for child in children)
-            found.append(json.loads(file.read_text()))
-    logits: list[torch.Tensor] = []
-    model = make_model()
-    model.register_forward_hook(lambda _module, _inputs, result: logits.append(result))
-    alone = evaluate(root, Group(World(), torch.device("cpu")), model)
-    seen = {"logits": torch.cat(logits).tolist(), "labels": alone.predictions.labels.tolist()}
-    output.write_text(json.dumps([seen, _found(alone), *found]))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    recalls = result.predictions.recalls([f"{label}" for label in range(10)])
+    return {**asdict(result.evaluation), "recalls": recalls}

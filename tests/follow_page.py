@@ -1,8 +1,8 @@
 """Follow a page of the documentation word by word: `python tests/follow_page.py PAGE…`.
 
 Clones the last commit into a temporary folder, and runs the commands of the page's `sh` blocks, in
-order, in one shell that ends at the first failure. Prints each command with its seconds. A server
-runs in the background until the page's end; the next command runs once its URL answers.
+order, in one shell that prints each command, and ends at the first failure. A server runs in the
+background until the page's end; the next command runs once its URL answers.
 
 The clone's .venv refers to the environment of this Python, whose packages are those of the lock
 file.
@@ -34,13 +34,11 @@ NOT_RUN = {
 }
 """Beginnings of commands (regular expressions) that are not run, and why."""
 
-# `start` prints a command, `finish` its seconds. A server is left in a session of its own.
+# `set -v` prints each command. A server is left in a session of its own.
 _SHELL = r"""
 set -e -o pipefail
-start() { began=$EPOCHREALTIME; printf '\n$ %s\n' "$1"; }
 # exit codes of `timeout`: 124 or 137 (SIGKILL), with --preserve-status the command's: 75 (run me again)
 stopped() { [ "$1" = 75 ] || [ "$1" = 124 ] || [ "$1" = 137 ]; }
-finish() { printf '[%.1f s]\n' "$(echo "$EPOCHREALTIME $began" | awk '{print $1 - $2}')"; }
 serve() {
     setsid bash -c "exec $2" > "$1" 2>&1 < /dev/null &
     echo $! >> "$1.pid"
@@ -52,6 +50,7 @@ serve() {
     done
     tail -n 20 "$1"; echo 'the server does not answer'; return 1
 }
+set -v
 """
 
 
@@ -83,14 +82,13 @@ def follow(page: Path, folder: Path) -> int:
     (clone / ".venv/ready").touch()
     script = [_SHELL]
     for number, command in enumerate(commands(page)):
-        script.append(f"start {shlex.quote(command)}")
         reason = next((reason for start, reason in NOT_RUN.items() if re.match(start, command)), None)
         if reason:
-            script.append(f"echo {shlex.quote(f'[not run: {reason}]')}")
+            script.append(f": {shlex.quote(command)} is not run: {shlex.quote(reason)}")
         elif re.sub(r"^(\w+=\S* +)+", "", command).startswith(SERVERS):
-            script += [f"serve {folder}/server-{number}.log {shlex.quote(f'env {command}')}", "finish"]
+            script.append(f"serve {folder}/server-{number}.log {shlex.quote(f'env {command}')}")
         else:
-            script += [f"{command} || stopped $?" if command.startswith("timeout ") else command, "finish"]
+            script.append(f"{command} || stopped $?" if command.startswith("timeout ") else command)
     (folder / "page.sh").write_text("\n".join(script) + "\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

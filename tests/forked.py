@@ -7,9 +7,9 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import itertools
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -21,7 +21,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -31,28 +31,19 @@ _ENVIRONMENT_BYTES = 32768
 """Bytes of a variable of the server, over which a fork writes its environment."""
 
 
-class Output(NamedTuple):
-    """Exit code and output of a command."""
-
-    code: int
-    out: str
-    err: str
-
-
 class Process:
     """A started command, with the part of `subprocess.Popen` that tests need."""
 
-    def __init__(self, folder: "tempfile.TemporaryDirectory[str]", pid: int) -> None:
+    def __init__(self, pid: int, code: Path) -> None:
+        """code: the file to which the server writes the exit code."""
         self.pid = pid
         self.returncode: int | None = None
-        self._folder = folder
+        self._code = code
 
     def poll(self) -> int | None:
         """Return the exit code, negative after a signal, or None while it runs."""
-        codes = Path(self._folder.name, "codes")
-        if self.returncode is None and codes.exists():
-            (self.returncode,) = json.loads(codes.read_text())
-            self._folder.cleanup()
+        if self.returncode is None and self._code.exists():
+            self.returncode = int(self._code.read_text())
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -74,59 +65,38 @@ class Forked:
         room = {"ROOM": " " * _ENVIRONMENT_BYTES}
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment | room)
         self._lock = threading.Lock()
-
-    def run(
-        self,
-        commands: list[list[str]],
-        environments: list[dict[str, str]],
-        cwd: Path,
-        prelude: str,
-        timeout: float,
-    ) -> list[Output]:
-        """Run the commands at the same time and wait for all.
-
-        prelude: Python statements that each process executes first. After `timeout` seconds the
-        processes write their stacks and are killed: exit code -9.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            outputs = [
-                (f"{folder}/{number}.out", f"{folder}/{number}.err") for number in range(len(commands))
-            ]
-            self._request(
-                commands=[["pipeline", *command] for command in commands], environments=environments,
-                cwd=str(cwd),
-                prelude=prelude, outputs=outputs, timeout=timeout, folder=folder,
-            )  # fmt: skip
-            codes = json.loads(self._wait_for(Path(folder, "codes")))
-            texts = [(Path(out).read_text(), Path(err).read_text()) for out, err in outputs]
-        return [Output(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
+        self._folder = tempfile.TemporaryDirectory()
+        self._numbers = itertools.count()
 
     def start(
-        self, command: list[str], environment: dict[str, str], prelude: str, out: Path, err: Path
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        outputs: tuple[Path, Path],
+        prelude: str = "",
+        cwd: Path | None = None,
     ) -> Process:
-        """Start a command, its module first; its output goes to the files `out` and `err`.
+        """Start a command, its module first.
 
-        It leads a session of its own, and its command line shows the command.
+        It leads a session of its own, and its command line shows the command. outputs: the files of
+        standard output and standard error. prelude: Python statements that it executes first.
         """
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # the server may still write there
-        self._request(
-            commands=[command], environments=[environment], cwd=os.getcwd(), prelude=prelude,
-            outputs=[[str(out), str(err)]], timeout=None, folder=folder.name,
-        )  # fmt: skip
-        return Process(folder, int(self._wait_for(Path(folder.name, "pid"))))
-
-    def _request(self, **request: Any) -> None:
         assert self._server.stdin
-        assert all(len(os.fsencode(" ".join(command))) < _COMMAND_BYTES for command in request["commands"])
+        assert len(os.fsencode(" ".join(command))) < _COMMAND_BYTES
+        files = Path(self._folder.name, str(next(self._numbers)))
+        pid, code = files.with_suffix(".pid"), files.with_suffix(".code")
+        request = {
+            "command": command, "environment": environment, "prelude": prelude,
+            "outputs": [str(path.absolute()) for path in outputs], "cwd": str(cwd or Path.cwd()),
+            "pid": str(pid), "code": str(code),
+        }  # fmt: skip
         with self._lock:
             self._server.stdin.write(json.dumps(request).encode() + b"\n")
             self._server.stdin.flush()
-
-    def _wait_for(self, path: Path) -> str:
-        while not path.exists():
+        while not pid.exists():
             assert self._server.poll() is None, "the server of the forks has ended"
             time.sleep(0.003)
-        return path.read_text()
+        return Process(int(pid.read_text()), code)
 
 
 _MAKING = threading.Lock()
@@ -140,42 +110,6 @@ def server() -> Forked:
         if not _SERVERS:
             _SERVERS.append(Forked(_ENVIRONMENT))
         return _SERVERS[0]
-
-
-class _Running:
-    """The processes of a request."""
-
-    def __init__(self, request: dict[str, Any]) -> None:
-        self._folder = Path(request["folder"])
-        self._end = time.monotonic() + request["timeout"] if request["timeout"] else math.inf
-        self._living: dict[int, int] = {}
-        self._codes = [0] * len(request["commands"])
-        for number in range(len(self._codes)):
-            child = os.fork()
-            if not child:
-                _run(request, number)
-            self._living[child] = number
-
-    def has_ended(self) -> bool:
-        """Write the exit codes once all processes have ended; kill those that take too long."""
-        for child in list(self._living):
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                self._codes[self._living.pop(child)] = os.waitstatus_to_exitcode(status)
-        if self._living and time.monotonic() > self._end:
-            for number in (signal.SIGUSR1, signal.SIGKILL):
-                for child in self._living:
-                    os.killpg(child, number)
-                time.sleep(1)
-            for child, number in self._living.items():
-                os.waitpid(child, 0)
-                self._codes[number] = -signal.SIGKILL
-            self._living = {}
-        if self._living:
-            return False
-        with suppress(FileNotFoundError):  # the test has forgotten this process
-            _write(self._folder / "codes", json.dumps(self._codes))
-        return True
 
 
 def _write(path: Path, text: str) -> None:
@@ -258,26 +192,32 @@ def _serve() -> None:
     _fork_ranks()
     gc.freeze()  # a fork that collects garbage would copy all pages
     sys.path.remove(str(Path(__file__).parent))
-    received, running = b"", []
+    received, living = b"", {}
     while True:
-        if select.select([0], [], [], 0.002 if running else None)[0]:
+        if select.select([0], [], [], 0.002 if living else None)[0]:
             data = os.read(0, 1 << 20)
             if not data:
                 return
             *lines, received = (received + data).split(b"\n")
-            running += [_Running(json.loads(line)) for line in lines]
-        running = [request for request in running if not request.has_ended()]
+            for request in map(json.loads, lines):
+                child = os.fork()
+                if not child:
+                    _run(request)
+                living[child] = Path(request["code"])
+        for child in list(living):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                with suppress(FileNotFoundError):  # the tests have ended
+                    _write(living.pop(child), str(os.waitstatus_to_exitcode(status)))
 
 
-def _run(request: dict[str, Any], number: int) -> NoReturn:
-    """Run a command of a request in this fork, and exit."""
-    command = request["commands"][number]
+def _run(request: dict[str, Any]) -> NoReturn:
+    """Run the command of a request in this fork, and exit."""
     try:
         os.setsid()
-        _become(command, request["environments"][number])
-        if request["timeout"] is None:
-            _write(Path(request["folder"], "pid"), str(os.getpid()))
-        for descriptor, path in enumerate([os.devnull, *request["outputs"][number]]):
+        _become(request["command"], request["environment"])
+        _write(Path(request["pid"]), str(os.getpid()))
+        for descriptor, path in enumerate([os.devnull, *request["outputs"]]):
             writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
             opened = os.open(path, writing if descriptor else os.O_RDONLY)
             os.dup2(opened, descriptor)
@@ -287,7 +227,7 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    _execute(command)
+    _execute(request["command"])
 
 
 def _execute(command: list[str]) -> NoReturn:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,7 +68,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
     """Run a command and wait for its end."""
-    return _python("-m", "pipeline", *arguments, cwd=cwd, timeout=timeout, **env)
+    return run_together([[sys.executable, "-m", "pipeline", *arguments]], [env], cwd, timeout)
 
 
 def bench(
@@ -75,21 +76,30 @@ def bench(
 ) -> Result:
     """Run a script of benchmarks/ and wait for its end. launcher: arguments before the script."""
     script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
-    return _python(*launcher, str(script), *arguments, cwd=cwd, timeout=600, **env)
+    return run_together([[sys.executable, *launcher, str(script), *arguments]], [env], cwd)
 
 
-def _python(*arguments: str, cwd: Path | None, timeout: float, **env: str) -> Result:
+def run_together(
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    cwd: Path | None = None,
+    timeout: float = 600,
+) -> Result:
+    """Run the commands of one process group at once; return their joined output and worst code."""
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment(**env), check=False,
-    )  # fmt: skip
-    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
-
-
-def quick(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
-    """Run a command in a fork, and wait for its end."""
-    return _in_forks([list(arguments)], [env], cwd, timeout)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen(command, env=environment(**env), cwd=cwd, **pipes)
+        for command, env in zip(commands, environments, strict=True)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
+    codes = [process.returncode for process in processes]
+    return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
 def _needs_interpreter(env: dict[str, str]) -> bool:
@@ -99,21 +109,35 @@ def _needs_interpreter(env: dict[str, str]) -> bool:
     return now != then
 
 
-def _in_forks(
-    commands: list[list[str]],
-    environments: list[dict[str, str]],
-    cwd: Path | None,
-    timeout: float,
-    prelude: str = "",
+def quick(
+    *arguments: str, cwd: Path | None = None, timeout: float = 300, prelude: str = "", **env: str
 ) -> Result:
-    """Run commands at once, each in a fork; return their joined output and worst code."""
+    """Run a command in a fork, and wait for its end."""
+    return _in_forks(["pipeline", *arguments], [env], cwd, timeout, prelude)
+
+
+def _in_forks(
+    command: list[str], environments: list[dict[str, str]], cwd: Path | None, timeout: float, prelude: str
+) -> Result:
+    """Run a command at once in a fork for each environment; return as `run_together`."""
     assert not any(map(_needs_interpreter, environments)), environments
     start = time.monotonic()
-    merged = [environment(**env) for env in environments]
-    outputs = forked.server().run(commands, merged, cwd or Path.cwd(), prelude, timeout)
-    codes, outs, errs = zip(*outputs, strict=True)
-    out, err = "".join(outs), "".join(errs)
-    assert -signal.SIGKILL not in codes, f"still running after {timeout} s, or killed: {err[-20000:]}"
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(environments))]
+        group = [
+            forked.server().start(command, environment(**env), files, prelude, cwd)
+            for env, files in zip(environments, outputs, strict=True)
+        ]
+        try:
+            codes = [process.wait(start + timeout - time.monotonic()) for process in group]
+        except subprocess.TimeoutExpired:
+            codes = []
+            for number in (signal.SIGUSR1, signal.SIGKILL):  # the first makes them write their stacks
+                for process in group:
+                    kill(process.pid, number)
+                time.sleep(1)
+        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*outputs, strict=True))
+    assert codes, f"still running after {timeout} s: {err[-20000:]}"
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
@@ -128,24 +152,6 @@ def free_port() -> int:
     """Return a TCP port that nothing uses at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> Result:
-    """Run the commands of one process group at once; return their joined output and worst code."""
-    start = time.monotonic()
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(command, env=environment(**env), **pipes)
-        for command, env in zip(commands, environments, strict=True)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
-    return Result(max(map(abs, codes)), out, err, time.monotonic() - start)
 
 
 @dataclass
@@ -187,8 +193,8 @@ class Job:
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         env = environment(**self.env)
-        if not self._needs_interpreter():
-            self.process = forked.server().start(self.command(), env, self.prelude, out, err)
+        if not (self.interpreter or self.prefix or _needs_interpreter(self.env)):
+            self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
             return self
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
@@ -218,20 +224,15 @@ class Job:
                     kill(pid, signal.SIGUSR1)
         time.sleep(1)
 
-    def _needs_interpreter(self) -> bool:
-        return self.interpreter or bool(self.prefix) or _needs_interpreter(self.env)
-
     def run(self) -> Result:
-        """Train to the end; a run without a launcher is a fork, unless it needs an interpreter."""
-        if self.nproc > 1 or self.by_torchrun or self._needs_interpreter():
-            return self.start().wait()
-        return self.run_in_forks()
+        """Train to the end."""
+        return self.start().wait()
 
     def run_in_forks(self) -> Result:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         group = _ranks(self) if self.nproc > 1 else [self.env]
-        result = _in_forks([self.train_words()] * self.nproc, group, None, 240, self.prelude)
+        result = _in_forks(["pipeline", *self.train_words()], group, None, 240, self.prelude)
         self.folder.with_suffix(".out").write_text(result.out)
         self.folder.with_suffix(".err").write_text(result.err)
         return result

@@ -1,12 +1,10 @@
 """Compute a digest of each kind of work that a run does, to compare models of CPU.
 
-    python tests/kinds.py                           print all digests
+    python tests/kinds.py                           print the rows of the page
     python tests/kinds.py --check docs/receipts/kinds.md  compare them with the page
-    python tests/kinds.py --write docs/receipts/kinds.md  and add this machine to it, if it is new
 
 Further options: `--cpu Haswell` computes in qemu-x86_64, as that model; `--quick` leaves out what
-takes long there; `--new` has `--write` replace the constants. One process computes all kinds,
-because the imports take most of the time in qemu.
+takes long there. One process computes all kinds, because the imports take most of the time in qemu.
 """
 
 import argparse
@@ -17,7 +15,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,8 +31,6 @@ from pipeline.randomness import configure_torch
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg")
 EXTENSIONS = ("avx2", "fma3", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16")
-CONSTANTS = "| kind | digest |\n| --- | --- |\n"
-MACHINES = "| CPU | vector extensions | caches L1d, L2 | torch | seen |\n| --- | --- | --- | --- | --- |\n"
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -52,12 +47,12 @@ def software() -> str:
     return f"| software | {', '.join([*versions, ' '.join(platform.libc_ver())])} |"
 
 
-def this_machine(emulated: str = "") -> str:
-    """Return the row of this machine, without the date. emulated: the name of qemu's model."""
+def this_machine() -> str:
+    """Return the row of this machine, without the date."""
     found = torch.cpu.get_capabilities()
     extensions = " ".join(name for name in EXTENSIONS if found.get(name))
     caches = ", ".join(f"{found.get(name, 0) >> 10:,} KiB" for name in ("l1d_cache_size", "l2_cache_size"))
-    if emulated:  # its /proc is the host's
+    if emulated := os.environ.get("QEMU_CPU"):  # its /proc is the host's
         text = subprocess.run(["qemu-x86_64", "--version"], capture_output=True, text=True, check=True).stdout
         name = f"{emulated}, emulated by qemu {re.findall(r'version ([0-9]+.[0-9]+)', text)[0]}"
     else:
@@ -75,60 +70,36 @@ def constants(page: Path) -> dict[str, str]:
     return dict(re.findall(r"^\| (.+) \| `([0-9a-f]{16})` \|$", page.read_text(), re.MULTILINE))
 
 
-def replace_rows(page: Path, head: str, rows: list[str]) -> None:
-    """Replace the rows of the page's table that begins with `head`."""
-    before, _, after = page.read_text().partition(head)
-    page.write_text(before + head + "".join(f"{row}\n" for row in rows) + re.sub(r"\A(\|.*\n)*", "", after))
-
-
-def compute(emulated: str, *, is_quick: bool) -> tuple[dict[str, str], str]:
-    """Return the digest of each kind, as a portable run computes it, and the machine's row."""
+def compute(*, is_quick: bool) -> dict[str, str]:
+    """Return the digest of each kind, as a portable run computes it."""
     portable.use_exact_roots()
     configure_torch(deterministic=True, precision="fp32", threads=1)
-    machine, found = this_machine(emulated), {}
-    left_out = (SLOW if is_quick else set()) | (NOT_IN_QEMU if emulated else set())
+    left_out = (SLOW if is_quick else set()) | (NOT_IN_QEMU if "QEMU_CPU" in os.environ else set())
+    found = {}
     for name in (name for name in KINDS if name not in left_out):
         found[name] = digest(KINDS[name]())
-        print(f"{found[name]}  {name}", flush=True)
-    print(machine, flush=True)
-    return found, machine
-
-
-def emulate(model: str, *, is_quick: bool) -> tuple[dict[str, str], str]:
-    """Return what this script computes in qemu."""
-    command = ["qemu-x86_64", "-cpu", model, sys.executable, __file__, "--emulated", model]
-    done = subprocess.run([*command, *["--quick"] * is_quick], stdout=subprocess.PIPE, text=True, check=True)
-    *rows, machine = done.stdout.splitlines()
-    return {name: found for found, _, name in (row.partition("  ") for row in rows)}, machine
+        print(f"| {name} | `{found[name]}` |", flush=True)
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", metavar="PAGE", type=Path)
-    parser.add_argument("--write", metavar="PAGE", type=Path)
-    parser.add_argument("--new", action="store_true", help="replace the page's constants")
     parser.add_argument("--quick", action="store_true", help="only kinds that take seconds in qemu")
     parser.add_argument("--cpu", metavar="MODEL", help="compute in qemu-x86_64, for example as Haswell")
-    parser.add_argument("--emulated", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    make, model = (emulate, options.cpu) if options.cpu else (compute, options.emulated)
-    found, machine = make(model, is_quick=options.quick)
-    page = options.check or options.write
-    if not page:
-        return 0
-    if options.write and options.new:  # no machine has been seen to compute them yet
-        replace_rows(
-            page, CONSTANTS, [software(), *(f"| {name} | `{value}` |" for name, value in found.items())]
-        )
-        replace_rows(page, MACHINES, [])
-    expected = constants(page)
-    if wrong := [name for name, value in found.items() if expected.get(name) != value]:
-        print(f"different from the page, on {machine}: {', '.join(wrong)}")
-        return 1
-    print(f"{len(found)} kinds have the bits of the page on {machine}")
-    if options.write and not options.quick and machine not in page.read_text():
-        rows = page.read_text().partition(MACHINES)[2].partition("\n\n")[0].splitlines()
-        replace_rows(page, MACHINES, sorted([*rows, f"{machine} {datetime.now(UTC).date()} |"]))
+    if options.cpu and "QEMU_CPU" not in os.environ:
+        os.environ["QEMU_CPU"] = options.cpu
+        os.execvp("qemu-x86_64", ["qemu-x86_64", sys.executable, *sys.argv])
+    print(software())
+    found, machine = compute(is_quick=options.quick), this_machine()
+    if options.check:
+        expected = constants(options.check)
+        if wrong := [name for name, value in found.items() if expected.get(name) != value]:
+            print(f"different from the page, on {machine}: {', '.join(wrong)}")
+            return 1
+        print(f"{len(found)} kinds have the bits of the page")
+    print(machine)
     return 0
 
 

@@ -119,11 +119,6 @@ def convnext() -> nn.Module:
     return ConvNeXt(blocks, 0.1, num_classes=10)
 
 
-def initial_weights(model: Callable[[], nn.Module]) -> Iterable[Tensor]:
-    seed_network(0, "weights")
-    return model().state_dict().values()
-
-
 def large_layers() -> Iterator[Tensor]:
     """Yield convolutions so large that oneDNN divides them by the sizes of the caches."""
     shapes = ((64, 64, 56, 3, 1), (256, 256, 14, 3, 1), (3, 64, 112, 7, 2))
@@ -296,11 +291,6 @@ KINDS: dict[str, Callable[[], Iterable[Tensor]]] = {
     "ResNet-18 at 32 px": lambda: train(resnet18, "augment.size=32"),
     "MobileNet V3 at 32 px": lambda: train(lambda: mobilenet_v3_small(num_classes=10), "augment.size=32"),
     "airbench94 at 16 px": lambda: train(zoo.airbench94),
-    "initial weights, ResNet-18": lambda: initial_weights(resnet18),
-    "initial weights, ViT": lambda: initial_weights(vit),
-    "initial weights, ConvNeXt": lambda: initial_weights(convnext),
-    "initial weights, MobileNet V3": lambda: initial_weights(mobilenet_v3_small),
-    "initial weights, airbench94": lambda: initial_weights(zoo.airbench94),
     "functions of torch": torch_functions,
     "decoded pixels": decoded,
     "resized pixels": resized,
@@ -316,10 +306,7 @@ KINDS: dict[str, Callable[[], Iterable[Tensor]]] = {
     "order of the samples": orders,
     "evaluation": evaluation,
 }
-SLOW = {
-    "large convolutions", "ResNet-18 at 32 px", "MobileNet V3 at 32 px", "airbench94 at 16 px",
-    "initial weights, ResNet-18", "initial weights, MobileNet V3",
-}  # fmt: skip
+SLOW = {"large convolutions", "ResNet-18 at 32 px", "MobileNet V3 at 32 px", "airbench94 at 16 px"}
 """Kinds that take more than a few seconds in qemu."""
 NOT_IN_QEMU = {"augmix"}
 """Bilinear grid_sample ends qemu 7.2 with a segmentation fault."""

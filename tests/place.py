@@ -1,11 +1,10 @@
 """A folder with images and a finished run, for commands in forks."""
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import quick, read_rows
+from harness import Job, quick, read_rows
 from object_store import Bucket
 
 SMALL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2",
@@ -19,8 +18,8 @@ class Place:
     """A folder with `images` (4 classes, 16 training and 4 validation images) and `runs/done`."""
 
     path: Path
-    holder: subprocess.Popen[bytes] | None = None
-    """Another process that trains in this folder and holds its lock."""
+    holder: Job | None = None
+    """Another training in this folder, which holds its lock."""
     bucket: Bucket | None = None
     """Holds the mirror of a run."""
 

@@ -1,10 +1,14 @@
-"""A real MLflow server that can be killed."""
+"""A real MLflow server that can be killed, and a server of another kind."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
 
@@ -101,3 +105,53 @@ class Server:
             for key in run.data.metrics
             for point in self.client.get_metric_history(run.info.run_id, key)
         )
+
+
+def http_server(reply: Callable[[BaseHTTPRequestHandler], None]) -> ThreadingHTTPServer:
+    """Return a server that answers every request with `reply`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            reply(self)
+
+        do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+
+@contextlib.contextmanager
+def serving(server: ThreadingHTTPServer) -> Iterator[str]:
+    """Let a server answer in a thread; yield its address."""
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@contextlib.contextmanager
+def foreign_server(
+    status: int = 200, answer: Callable[[str], Iterable[bytes]] = lambda _: [b"{}"], **headers: str
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Start a foreign server; yield its address and (path, Authorization) of each request.
+
+    answer: returns the parts of the answer to a path.
+    """
+    seen: list[tuple[str, str]] = []
+
+    def reply(request: BaseHTTPRequestHandler) -> None:
+        seen.append((request.path, request.headers.get("Authorization", "")))
+        # unread, it would reset the connection
+        request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.end_headers()
+        with contextlib.suppress(OSError):
+            for part in answer(request.path):
+                request.wfile.write(part)
+
+    with serving(http_server(reply)) as uri:
+        yield uri, seen

@@ -1,4 +1,4 @@
-"""The same seed gives the same weights with every launcher, environment and number of workers.
+"""The same seed gives the same weights with any environment and number of workers.
 
 The weights are constants, because they are the same on every x86-64 CPU with AVX2.
 """
@@ -6,26 +6,17 @@ The weights are constants, because they are the same on every x86-64 CPU with AV
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_resumes, two_nodes
+from harness import SMALL, Job, assert_resumes
 
 SHORT = ("train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
 WEIGHTS = {1: "2998ac8f76090e3b", 2: "0a23028d4bc37f41", 3: "8dba439ac8062dc1"}
 """The first 16 digits of the weights, by the number of processes."""
 
 
-def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: bool = False, **env: str) -> Job:
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
     # This model has dropout in addition to batch norm, which tests the network's own randomness.
     arguments = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", *SHORT, *more]
-    return Job(folder, arguments, nproc=nproc, by_torchrun=by_torchrun, env=env)
-
-
-@pytest.mark.full
-@pytest.mark.fault("I3")
-def test_torchrun_gives_the_same_weights_and_another_seed_does_not(tmp_path: Path, digits: Path) -> None:
-    same = job(tmp_path / "torchrun", digits, nproc=2, by_torchrun=True, OMP_NUM_THREADS="2")
-    assert same.run().done["weights"][:16] == WEIGHTS[2]
-    other = job(tmp_path / "other", digits, "run.seed=1", nproc=2)
-    assert other.run_in_forks().done["weights"][:16] != WEIGHTS[2]
+    return Job(folder, arguments, nproc=nproc, env=env)
 
 
 @pytest.mark.fault("I3")
@@ -33,6 +24,11 @@ def test_torchrun_gives_the_same_weights_and_another_seed_does_not(tmp_path: Pat
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, nproc: int) -> None:
     assert job(tmp_path / "run", digits, nproc=nproc).run_in_forks().done["weights"][:16] == WEIGHTS[nproc]
+
+
+@pytest.mark.full
+def test_another_seed_gives_other_weights(tmp_path: Path, digits: Path) -> None:
+    assert job(tmp_path / "run", digits, "run.seed=1").run().done["weights"][:16] != WEIGHTS[1]
 
 
 @pytest.mark.full
@@ -62,9 +58,3 @@ def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, dig
 @pytest.mark.long
 def test_accumulation_resumes_with_the_same_samples_and_bits(tmp_path: Path, digits: Path) -> None:
     assert_resumes(tmp_path, job(tmp_path, digits, "batch.accumulate=4").arguments, 5)
-
-
-@pytest.mark.full
-def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path) -> None:
-    two = job(tmp_path / "two-nodes", digits, nproc=2)
-    assert two_nodes(two).done["weights"][:16] == WEIGHTS[2]

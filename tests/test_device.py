@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import environment, free_port
+from harness import free_port
 
 from pipeline import device, machine
 from pipeline.addons.ops.model import check_model_builds
 from pipeline.config.load import load
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
-from pipeline.operate import request
+from pipeline.operate import request, start
 from pipeline.operate.start import form_group
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
@@ -75,20 +74,13 @@ def test_an_nccl_algorithm_without_a_fixed_order_is_refused(
         request.check_device(config, gpus)
 
 
-def test_nccl_has_a_fixed_order_before_the_group_forms() -> None:
-    program = (
-        "import os\n"
-        "from pipeline.config.load import load\n"
-        "from pipeline.operate import start\n"
-        "from pipeline.world import World\n"
-        "start.form_group = lambda *_: print(os.environ['NCCL_ALGO'])\n"
-        f"for word in ('run.seed=1', '{EXACT}', '{DETERMINISTIC}'):\n"
-        "    start.join(load('digits', ['run.device=cpu', word]), World())\n"
-    )
-    env = environment(NCCL_ALGO="NVLS")  # as on another node than rank 0's: only rank 0 has checked its own
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    assert done.stdout.split() == ["NVLS", "NVLS", "Ring"]
+def test_nccl_has_a_fixed_order_before_the_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(start, "form_group", lambda *_: seen.append(os.environ["NCCL_ALGO"]))
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")  # as on another node: only rank 0 has checked its own
+    for word in ("run.seed=1", EXACT, DETERMINISTIC):
+        start.join(load("digits", ["run.device=cpu", word]), World())
+    assert seen == ["NVLS", "NVLS", "Ring"]
 
 
 def refuse_gradients(arch: str, *words: str, has_gpu: bool = True, size: int = 64) -> str | None:
@@ -173,7 +165,7 @@ def _join_with_gpu(rank: int, address: str, uuid: str) -> None:
 
 @pytest.mark.parametrize(("uuids", "code"), [(("GPU-0", "GPU-0"), 2), (("GPU-0", "GPU-1"), 0)])
 def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], code: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # of torch, which this process has imported
     address = f"tcp://127.0.0.1:{free_port()}"
     arguments = [(rank, address, uuid) for rank, uuid in enumerate(uuids)]
     processes = [context.Process(target=_join_with_gpu, args=words) for words in arguments]

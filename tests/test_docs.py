@@ -1,50 +1,25 @@
-"""The commands in README and docs parse, those that can run here run, and pages can be followed."""
+"""The pages are complete and short, their commands are correct, and they can be followed."""
 
+import contextlib
+import io
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from follow_page import FENCE, follow
 from follow_page import commands as shell_commands
-from harness import quick
 
 from pipeline.cli.main import parse
-from pipeline.config.load import RECIPES, load
+from pipeline.config.load import load
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md") if (ROOT / name).exists()),
-    *sorted(DOCS.glob("*.md")),
-]
-FOLLOWED = ("README", "getting-started", "your-data", "mlflow", "reproducibility")
-"""The pages that are run as a whole: your-data in CI, the others by hand, with `follow_page`."""
-
-# Values for the placeholders of the pages.
-PLACEHOLDERS = {
-    "RECIPE": "digits", "RUN_DIR": "runs/digits", "CHECKPOINT": "runs/digits", "IMAGE…": "data/digits/val/3",
-    "FOLDER": "data/digits", "SRC": "data/digits", "OUT": "packed", "N": "2",
-}  # fmt: skip
-# Overrides for a run of a few seconds, whose results the other commands use.
-SHORT = (
-    "model.arch=shufflenet_v2_x0_5", "train.max_steps=4", "run.device=cpu", "run.deterministic=true",
-    "track.uri=none",
-)  # fmt: skip
-NOT_RUN = {
-    "train my.yaml": "needs 8 GPUs",
-    "doctor my.yaml": "needs 8 GPUs",
-    "rehearse": "needs Docker: tests/test_containers.py",
-    "data make": "`train digits` has made them: tests/test_data.py",
-    "data import": "needs ImageNet's archives: tests/test_import.py",
-    "data get": "needs the network",
-    "data pack photos s3:": "needs an object store: tests/test_store_pack.py",
-    "sync runs/my": "needs an object store",
-}
-"""Commands that the test does not run, and why."""
+README = (ROOT / "README.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -88,38 +63,6 @@ def test_commands_parse(page: Path) -> None:
             load(options.recipe, options.overrides)
 
 
-def table_of_commands(page: Path) -> Iterator[list[str]]:
-    """Yield the required arguments of each command in the page's tables (the first alternative)."""
-    for row in re.findall(r"^\| (`pipeline .*?`) \| ", page.read_text(), re.MULTILINE):
-        for command in re.findall(r"`pipeline (.*?)`", row):
-            required = re.sub(r" \[[^]]*\]", "", command)
-            yield [word.partition("\\|")[0] for word in required.split()]
-
-
-@pytest.mark.usefixtures("jpegtran")
-@pytest.mark.long
-def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> None:
-    documented = list(table_of_commands(DOCS / "commands.md"))
-    for page in PAGES:
-        if page.stem not in FOLLOWED:
-            documented += commands(page)
-    skipped = {start for words in documented for start in NOT_RUN if " ".join(words).startswith(start)}
-    assert skipped == NOT_RUN.keys()
-    shutil.copy(RECIPES / "digits.yaml", tmp_path / "my.yaml")
-    run = set()
-    for words in documented:
-        if " ".join(words).startswith(tuple(NOT_RUN)):
-            continue
-        arguments = [PLACEHOLDERS.get(word, word).replace("root=/data", "root=data/digits") for word in words]
-        overrides = {"train": SHORT, "doctor": ("digits", *SHORT)}.get(words[0], ())
-        result = quick(*arguments, *overrides, cwd=tmp_path, MLFLOW_TRACKING_URI="sqlite:///mlflow.db")
-        print(f"{result.seconds:5.1f} s  pipeline {' '.join(arguments)}")
-        assert result.code == 0, (arguments, result.err)
-        run.add(words[0])
-    expected = "train predict evaluate verify plan data report sync doctor k8s export"
-    assert run >= set(expected.split())
-
-
 @pytest.mark.full
 def test_a_page_can_be_followed_in_a_fresh_clone(tmp_path: Path) -> None:
     assert follow(DOCS / "your-data.md", tmp_path) == 0
@@ -137,3 +80,88 @@ def test_following_a_page_ends_at_the_first_command_that_fails(tmp_path: Path) -
     assert follow(page, tmp_path) != 0
     assert (tmp_path / "clone/made.txt").read_text() == "two words\n"
     assert not {"not-a-command", "too-late"} & {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len(README.splitlines()) <= 120
+    assert len(README.split()) <= 900
+    first_screen = README[: README.index("make test") + 9]
+    assert re.findall(r"^make \w+", first_screen, re.MULTILINE) == ["make train", "make test"]
+
+
+def test_every_link_leads_somewhere_and_the_readme_links_every_page() -> None:
+    broken, linked = [], set()
+    for page in PAGES:
+        for link, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text()):
+            target = page.parent / link if link else page
+            heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else []
+            anchors = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+            if not target.exists() or (anchor and anchor not in anchors):
+                broken.append(f"{page.name}: {link}#{anchor}")
+            linked |= {target} if page.name == "README.md" else set()
+    assert not broken
+    assert not set(PAGES) - {ROOT / "README.md", *linked}
+
+
+def help_of(*words: str) -> str:
+    """Return the help text of a command."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        parse([*words, "--help"])
+    return text.getvalue()
+
+
+def test_the_table_of_commands_is_complete_and_names_existing_flags() -> None:
+    rows = re.findall(
+        r"^\| `pipeline ([a-z0-9 ]+)(.*?)` \| ", (DOCS / "commands.md").read_text(), re.MULTILINE
+    )
+    commands = {row.split()[0] for row, _ in rows}
+    assert commands == set(re.findall(r"^ {4}([a-z0-9]+)\b", help_of(), re.MULTILINE))
+    for row, arguments in rows:
+        words = [word for word in row.split() if word not in ("digits", "imagenette", "imagenet", "bash")]
+        text = help_of(*words)
+        assert not [flag for flag in re.findall(r"--[a-z-]+", arguments) if flag not in text], row
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/promises.md"])
+def test_every_promise_names_its_tests(page: str) -> None:
+    tests = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    text = (ROOT / page).read_text()
+    section = text.partition("\n## Promises\n")[2].partition("\n## ")[0] or text
+    rows = re.findall(r"^\| (?!promise|feature|---)(.+) \| (.+) \|$", section, re.MULTILINE)
+    assert len(rows) >= 10
+    for promise, named in rows:
+        assert promise.endswith((".", ")."))
+        files = re.findall(r"`(?:tests/)?((?:faults/)?test_\w+\.py)`", named)
+        assert files, promise
+        assert {Path(file).name for file in files} <= tests, named
+
+
+def test_the_prose_keeps_to_100_columns() -> None:
+    prose = [FENCE.sub("", page.read_text()) for page in PAGES]
+    long = [line for text in prose for line in text.splitlines() if len(line) > 100 and line[0] != "|"]
+    assert not long
+
+
+@pytest.mark.parametrize(
+    ("schema", "pattern"),
+    [("vendor.github-workflows", "workflows/*.yml"),
+     ("custom.github-workflows-require-timeout", "workflows/*.yml"),
+     ("vendor.github-issue-forms", "ISSUE_TEMPLATE/*.yml")],
+)  # fmt: skip
+def test_what_github_reads_follows_its_schema(schema: str, pattern: str) -> None:
+    files = [str(path) for path in (ROOT / ".github").glob(pattern)]
+    assert files
+    command = [str(ROOT / ".venv/bin/check-jsonschema"), "--builtin-schema", schema, *files]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_a_workflow_may_only_read() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            assert "permissions" not in job
+            used = [step["uses"] for step in job["steps"] if "uses" in step]
+            assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in used)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_each_sample_once, kill, quick
+from harness import SMALL, Job, assert_each_sample_once, kill
 from torch import nn
 
 from pipeline.config.load import load
@@ -86,21 +86,6 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
     assert killed.trace() == alone.trace()
 
 
-def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(
-    tmp_path: Path, digits: Path
-) -> None:
-    for words, says in (
-        (["--nproc", "5"], "worlds that work are 1, 2, 3, 4, 6, 12"),
-        (["exact.shards=7"], "exact.shards that work are 2, 3, 4, 6, 8, 12"),
-        (["batch.accumulate=13"], "exact.shards that work are 16, 24"),
-        (["train.precision=fp16"], "train.precision=fp16"),
-        (["model.batchnorm=sync"], "model.batchnorm=sync"),
-    ):
-        run = ("digits", f"data.root={digits}", "run.exact=true", f"run.dir={tmp_path / 'run'}")
-        result = quick("train", *run, *words)
-        assert (result.code, says in result.error) == (2, True), result.error
-
-
 class Net(nn.Module):
     """A linear layer, batch norm, and a layer that the forward pass does not use."""
 
@@ -156,17 +141,6 @@ def test_the_gradient_is_the_mean_of_the_shards_gradients() -> None:
     assert int(strategy.model.norm.num_batches_tracked) == 1, "counts one batch for each step"  # type: ignore[union-attr]
 
 
-def test_statistics_of_a_frozen_module_stay_bit_for_bit() -> None:
-    net = Net()
-    net.norm.running_mean = torch.randn(3) * 1e-9  # smaller than 2^-36, the unit of averaged statistics
-    net.norm.eval()
-    expected = [buffer.clone() for buffer in net.buffers()]
-    strategy = make_strategy(net=net)
-    step(strategy, [torch.randn(8, 4) for _ in range(4)])
-    assert not strategy.has_overflow()
-    assert all(torch.equal(buffer, old) for buffer, old in zip(net.buffers(), expected, strict=True))
-
-
 class Constants(Net):
     """A model with constants, a running mean and, of images with a value above 10, a minimum."""
 
@@ -185,15 +159,19 @@ class Constants(Net):
         return super().forward(x)
 
 
-def test_constants_stay_bit_for_bit_and_own_statistics_are_averaged() -> None:
+def test_constants_and_frozen_statistics_stay_bit_for_bit_and_others_are_averaged() -> None:
     net, shards = Constants(), make_shards()
-    expected = {name: net.get_buffer(name).clone() for name in ("mask", "table", "missing", "lowest")}
+    net.norm.running_mean = torch.randn(3) * 1e-9  # smaller than 2^-36, the unit of averaged statistics
+    net.norm.eval()
+    expected = {name: old.clone() for name, old in net.named_buffers() if name != "centre"}
     strategy = make_strategy(net=net)
     step(strategy, shards)
     step(strategy, shards)
     assert not strategy.has_overflow()
-    for name, old in expected.items():  # as integers: NaN is not equal
-        assert torch.equal(net.get_buffer(name).view(torch.int32), old.view(torch.int32)), name
+    for name, old in expected.items():  # as bytes: NaN is not equal
+        assert torch.equal(net.get_buffer(name).view(-1).view(torch.uint8), old.view(-1).view(torch.uint8)), (
+            name
+        )
     torch.testing.assert_close(net.centre, 0.75 * torch.cat(shards).mean(0))
 
 
@@ -211,16 +189,6 @@ def test_a_statistic_that_leaves_infinity_in_some_shards_only_is_an_overflow() -
     step(strategy, shards)
     assert not strategy.has_overflow()
     torch.testing.assert_close(net.lowest, torch.stack([images.min() for images in shards]).mean())
-
-
-def test_shards_added_in_any_order_give_the_same_bits() -> None:
-    shards = make_shards()
-    found = []
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        strategy = make_strategy()
-        step(strategy, [shards[i] for i in order])
-        found.append([param.grad for param in strategy.model.parameters()] + list(strategy.model.buffers()))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e12])

@@ -2,11 +2,10 @@
 
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, bench, kill, pipeline
+from harness import SMALL, Job, bench, kill, quick
 from mlflow.entities import Run
 from server import Server, tracked_job
 
@@ -22,13 +21,6 @@ def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Jo
     result = run.start().wait()
     assert result.code == 0, result.err
     return run, server.run_of(run)
-
-
-def endless(folder: Path, digits: Path, server: Server) -> Job:
-    """Start a training without end, and wait for its first metric."""
-    run = job(folder, digits, server, "train.epochs=1000", "train.max_steps=none").start()
-    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
-    return run
 
 
 def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: Path, server: Server) -> None:
@@ -61,41 +53,23 @@ def test_runs_name_their_changes_predecessor_and_verification(
     assert before.data.tags["continued by"].startswith(f"second (run {after.info.run_id} of experiment ")
 
     listing = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
-    not_named = pipeline("verify", str(first.folder), "--steps", "8")
+    not_named = quick("verify", str(first.folder), "--steps", "8")
     assert f"not noted in MLflow: set MLFLOW_TRACKING_URI={server.uri} if " in not_named.err
-    verified = pipeline("verify", str(first.folder), MLFLOW_TRACKING_URI=server.uri)
+    verified = quick("verify", str(first.folder), MLFLOW_TRACKING_URI=server.uri)
     assert verified.code == 0, verified.err
     assert f"noted in MLflow at {server.uri}" in verified.err
     assert f"on {socket.gethostname()}: identical: " in server.run_of(first).data.tags["verified"]
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == listing
 
 
-def test_a_sync_by_hand_waits_for_the_sender_of_a_dead_training_alone(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    run = endless(tmp_path / "run", digits, server)
-    beside = pipeline("sync", str(run.folder))
-    assert beside.code == 75
-    assert f" on {socket.gethostname()} since " in beside.error
+def test_two_senders_send_each_metric_once(tmp_path: Path, digits: Path, server: Server) -> None:
+    run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none").start()
+    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
+    by_hand = quick("sync", str(run.folder))
+    assert by_hand.code == 75, "beside a live sender it sends nothing"
+    assert f" on {socket.gethostname()} since " in by_hand.error
     assert run.process
-    kill(run.process.pid, signal.SIGKILL)
-    assert pipeline("sync", str(run.folder)).code == 0
+    kill(run.process.pid, signal.SIGKILL)  # the sender outlives its training
+    assert quick("sync", str(run.folder)).code == 0  # waits until the sender has noticed
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"
-
-
-def test_two_resumes_within_a_second_are_one_run_with_one_status(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    run = job(tmp_path / "run", digits, server, "checkpoint.every=5 steps", "train.max_steps=40").start()
-    run.wait_for_step(6)
-    for pause in (0.0, 0.7):
-        assert run.process
-        kill(run.process.pid, signal.SIGKILL)
-        time.sleep(pause)
-        run.start()
-    result = run.wait()
-    assert result.code == 0, result.err
-    assert pipeline("sync", str(run.folder)).code == 0
-    server.check_points(run)
-    assert server.run_of(run).info.status == "FINISHED"

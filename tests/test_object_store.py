@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import SHARING
 from object_store import Bucket, FaultProxy
-from test_security import foreign_server
+from server import foreign_server
 
 from pipeline.addons.store import bucket as store_module
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from harness import SHARING, SMALL, Job, bench, read_rows
 from object_store import FAULTS, Bucket, FaultProxy
+from server import foreign_server
 from streams import prepare, stream
 from test_pack import encoded, photo
-from test_security import foreign_server
 
 from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.sources import open_source

@@ -11,9 +11,8 @@ import sys
 import termios
 from pathlib import Path
 
-import forked
 import pytest
-from harness import SMALL, Job, environment
+from harness import SMALL, Job, Result, quick
 
 from pipeline.record.journal import final_status
 
@@ -87,10 +86,10 @@ def test_nothing_that_happens_to_standard_error_ends_or_changes_a_run(
     assert done["step"] == "4"
 
 
-def end_with(words: list[str], folder: Path, happening: str) -> forked.Output:
-    (output,) = forked.server().run([words], [environment()], folder, happening.format(1), 60)
-    assert "Traceback" not in output.err, output.err
-    return output
+def end_with(words: list[str], folder: Path, happening: str) -> Result:
+    result = quick(*words, cwd=folder, timeout=60, prelude=happening.format(1))
+    assert "Traceback" not in result.err, result.err
+    return result
 
 
 @pytest.mark.parametrize("happening", [BROKEN_PIPE, FULL_DISK, CLOSED], ids=["pipe", "disk", "closed"])

@@ -1,6 +1,6 @@
 """The fault matrix: which faults are injected, and what is promised for each.
 
-`rows` lists faults and promises. Tests marked `fault` inject them at instants drawn from a seed.
+`docs/faults.md` lists them. Tests marked `fault` inject them at instants drawn from a seed.
 `nodes` runs the nodes of a job in network namespaces.
-`ledger` counts the results and writes `docs/faults.md`.
+`ledger` counts the results and writes them to the page.
 """

@@ -1,6 +1,5 @@
 """A rank that hangs or fails ends the run in seconds, and the error names rank, step and cause."""
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -15,9 +14,9 @@ from pipeline.record.journal import last_event
 LIMIT = 8
 
 
-def job(folder: Path, digits: Path, *more: str, nproc: int = 3, **env: str) -> Job:
+def job(folder: Path, digits: Path, *more: str, nproc: int = 3) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=100", "data.workers=0"]
-    return Job(folder, [*words, f"run.timeout={LIMIT}", *more], nproc=nproc, env=env)
+    return Job(folder, [*words, f"run.timeout={LIMIT}", *more], nproc=nproc)
 
 
 @pytest.mark.fault("A7", ci=1, long=10)
@@ -68,32 +67,30 @@ def test_a_paused_and_continued_job_is_not_taken_for_a_hang(tmp_path: Path, digi
 
 def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, digits: Path) -> None:
     assert 1 + watchdog.STOP_S + watchdog._WRITING_S < 30, "torchrun's shutdown timeout"
-    (tmp_path / "sitecustomize.py").write_text(
-        "import ctypes, os\n"
-        "if 'RANK' in os.environ:\n"
-        "    from pipeline.guards import nonfinite, watchdog\n"
-        "    watchdog.STOP_S = 4\n"
-        "    class Event:\n"
-        "        records = 0\n"
-        "        def record(self):\n"
-        "            self.records += 1\n"
-        "        def synchronize(self):\n"  # as behind an NCCL kernel whose peer has died
-        "            lock = ctypes.create_string_buffer(64)\n"
-        "            while self.records == 15:\n"
-        "                ctypes.CDLL(None).pthread_mutex_lock(lock)\n"  # no signal interrupts it
-        "    def make_loss_guard(*parts):\n"
-        "        guard = nonfinite.DeviceLossGuard(*parts)\n"
-        "        if parts[0].group.is_main:\n"
-        "            guard._copied = Event()\n"
-        "        return guard\n"
-        "    nonfinite.make_loss_guard = make_loss_guard\n"
-    )
     words = ("checkpoint.every=5 steps", "run.timeout=60")
-    run = job(
-        tmp_path / "run", digits, *words, nproc=2, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    run = job(tmp_path / "run", digits, *words, nproc=2)
+    run.prelude = (
+        "import ctypes\n"
+        "from pipeline.guards import nonfinite, watchdog\n"
+        "from pipeline.train import setup\n"
+        "watchdog.STOP_S = 4\n"
+        "class Event:\n"
+        "    records = 0\n"
+        "    def record(self):\n"
+        "        self.records += 1\n"
+        "    def synchronize(self):\n"  # as behind an NCCL kernel whose peer has died
+        "        lock = ctypes.create_string_buffer(64)\n"
+        f"        if self.records == 15: open({str(tmp_path / 'waits')!r}, 'w').close()\n"
+        "        while self.records == 15:\n"
+        "            ctypes.CDLL(None).pthread_mutex_lock(lock)\n"  # no signal interrupts it
+        "def make_loss_guard(*parts):\n"
+        "    guard = nonfinite.DeviceLossGuard(*parts)\n"
+        "    if parts[0].group.is_main:\n"
+        "        guard._copied = Event()\n"
+        "    return guard\n"
+        "setup.make_loss_guard = make_loss_guard\n"
     )
-    run.start().wait_for_step(14)
-    time.sleep(1)
+    run.start().wait_until((tmp_path / "waits").exists, "wait")
     assert run.process
     kill(run.process.pid, signal.SIGTERM)
     stopped = time.monotonic()
@@ -117,18 +114,17 @@ def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, 
 def test_the_first_error_is_the_last_line_with_rank_step_and_samples(
     tmp_path: Path, digits: Path, rank: int
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
+    run = job(tmp_path / "run", digits)
+    run.prelude = (
         "import os\n"
-        f"if os.environ.get('RANK') == '{rank}':\n"
-        "    import torch.nn.functional as functional\n"
-        "    original, calls = functional.cross_entropy, []\n"
-        "    def failing(*arguments, **options):\n"
-        "        calls.append(1)\n"
-        "        if len(calls) == 12: raise RuntimeError('injected')\n"
-        "        return original(*arguments, **options)\n"
-        "    functional.cross_entropy = failing\n"
+        "from torch.nn import functional\n"
+        "original, calls = functional.cross_entropy, []\n"
+        "def failing(*arguments, **options):\n"
+        "    calls.append(1)\n"
+        f"    if len(calls) == 12 and os.environ['RANK'] == '{rank}': raise RuntimeError('injected')\n"
+        "    return original(*arguments, **options)\n"
+        "functional.cross_entropy = failing\n"
     )
-    run = job(tmp_path / "run", digits, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     started = time.monotonic()
     result = run.run()
     assert result.code == 1

@@ -1,16 +1,23 @@
 """A stop signal to any process, in any phase, saves the current step and exits 75 in seconds."""
 
+import itertools
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from harness import SMALL, Job, children, command_line, kill, pipeline
 
 from faults.ledger import Notes
+from pipeline.errors import RunError, TemporaryError
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
 from pipeline.record.checkpoint_files import newest_verified, step_of
 
 PHASES = ("first batch", "training", "save", "validation")
@@ -247,29 +254,34 @@ def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
-def test_a_stop_cuts_neither_slow_steps_nor_saves_short(tmp_path: Path) -> None:
-    program = (
-        "import os, signal, sys, time\n"
-        "from pathlib import Path\n"
-        "from pipeline.guards import signals, watchdog\n"
-        "watchdog.STOP_S = 1\n"
-        "stop = signals.StopRequest()\n"
-        "stop.listen()\n"
-        "watched = watchdog.Watchdog(300, Path(sys.argv[1]), 0, stop)\n"
-        "watched.start()\n"
-        "time.sleep(4.5)\n"  # a step
-        "watched.beat()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "time.sleep(6)\n"  # a step that takes longer
-        "with watched.allow_pause():\n"
-        "    time.sleep(14)\n"  # a save
-        "print('saved', flush=True)\n"
-        "time.sleep(60)\n"  # a hang
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "stacks")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (75, "saved\n")
-    assert "rank 0 was asked to stop, made no progress for " in done.stderr
+def test_a_stop_cuts_neither_slow_steps_nor_saves_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopRequest()
+    watched = Watchdog(3000, tmp_path / "stacks", 0, stop)
+    saved = False
+
+    def life() -> Iterator[bool]:
+        """Yield once a second, until the watchdog ends the process."""
+        nonlocal saved
+        yield from itertools.repeat(False, 45)  # a step
+        watched.beat()
+        stop._set_flag()
+        yield from itertools.repeat(False, 60)  # a step that takes longer
+        with watched.allow_pause():
+            yield from itertools.repeat(False, 140)  # a save
+        saved = True
+        yield from itertools.repeat(False)  # a hang
+
+    def end(error: RunError) -> NoReturn:
+        raise error
+
+    clock = life()
+    monkeypatch.setattr(watched, "_stopped", SimpleNamespace(wait=lambda _: next(clock)))
+    monkeypatch.setattr(watched, "_end_process", end)
+    with pytest.raises(TemporaryError, match="rank 0 was asked to stop, made no progress for 121 s"):
+        watched._watch()
+    assert saved
 
 
 @pytest.mark.fault("A8")

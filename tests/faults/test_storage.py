@@ -7,14 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, environment, kill, pipeline, read_rows
+from harness import SHARING, SMALL, Job, kill, pipeline, read_rows, run_together
 from place import SMALL as PLACE
 from place import Place
 
@@ -24,31 +22,24 @@ from pipeline.record.checkpoint_files import read_verified, step_of
 from pipeline.record.folder import RunFolder
 
 
-def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "data.workers=0", "checkpoint.keep=2",
              "train.max_steps=40", "checkpoint.every=3 steps", "evaluate.every=1000 steps"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=nproc, env=env)
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Job, int]:
     """Run without faults; return the job and the largest number of checkpoint files at any time."""
-    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
-    has_ended = threading.Event()
-
-    def largest_count() -> int:
-        counts = [0]
-        while not has_ended.wait(0.02):
-            folder = run.folder / "checkpoints"
-            counts.append(len(os.listdir(folder)) if folder.exists() else 0)
-        return max(counts)
-
-    with ThreadPoolExecutor(1) as pool:
-        count = pool.submit(largest_count)
-        code = run.run().code
-        has_ended.set()
-    assert code == 0
-    return run, count.result()
+    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits).start()
+    count = 0
+    assert run.process
+    while run.process.poll() is None:
+        with suppress(FileNotFoundError):
+            count = max(count, len(os.listdir(run.folder / "checkpoints")))
+        time.sleep(0.02)
+    assert run.wait().code == 0
+    return run, count
 
 
 @pytest.fixture
@@ -131,45 +122,32 @@ def test_a_failure_that_a_full_disk_does_not_keep_is_not_promised(small_disk: Pa
     assert run.run_in_forks().done["step"] == "30"
 
 
-@pytest.mark.fault("C3")
-def test_a_run_folder_that_cannot_be_written_is_refused_in_seconds(small_disk: Path, digits: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    words = job(small_disk / "run", digits).arguments
-    result = pipeline("train", *words, f"run.dir={small_disk / 'run'}")
-    assert result.code == 2
-    assert f"{small_disk / 'run'} cannot be written: {small_disk} is read-only" in result.error
-    assert result.seconds < 5  # 0.7 s on an idle machine, without torch
-
-
-@pytest.mark.fault("C1")
-@pytest.mark.parametrize("pages", [0, 1])  # none for the lock; one for it, none for what follows
-def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(
-    small_disk: Path, digits: Path, pages: int
+@pytest.mark.fault("C1", "C3")
+@pytest.mark.parametrize(
+    ("row", "pages", "code", "says"),  # pages left: none for the lock; one for it, none for what follows
+    [("C3", 0, 2, "{} is read-only"), ("C1", 0, 4, "No space left"), ("C1", 1, 4, "No space left")],
+)
+def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line(
+    small_disk: Path, digits: Path, row: str, pages: int, code: int, says: str, notes: Notes
 ) -> None:
-    (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
-    words = job(small_disk / "run", digits).arguments
-    result = pipeline("train", *words, f"run.dir={small_disk / 'run'}", "--nproc", "2", timeout=100)
-    assert result.code == 4
-    assert f"run.dir={small_disk / 'run'} cannot be written: No space left on device" in result.error
+    if row == "C3":
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    else:
+        (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
+    run = job(small_disk / "run", digits)
+    result = pipeline(*run.train_words(), "--nproc", "2", timeout=100)
+    assert result.code == code
+    assert f"{run.folder} cannot be written: {says.format(small_disk)}" in result.error
+    notes.note(row)
 
 
 @pytest.mark.usefixtures("jpegtran")
-@pytest.mark.parametrize("command", ["train", "evaluate", "pack"])
-def test_a_full_dev_shm_stops_no_loader_and_is_named_by_pack(place: Place, command: str) -> None:
-    words = {
-        "train": ["train", "digits", *PLACE, "data.workers=2", "run.dir=runs/new"],
-        "evaluate": ["evaluate", "runs/done", "data.workers=2"],
-        "pack": ["data", "pack", "images", "packed", "--workers", "2"],
-    }[command]
+def test_a_full_dev_shm_is_named_by_pack(place: Place) -> None:
     script = 'mount -t tmpfs -o size=2m tmpfs /dev/shm; head -c 2048k /dev/zero >/dev/shm/full; exec "$@"'
-    shell = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "pipeline", *words]
-    done = subprocess.run(
-        shell, capture_output=True, text=True, cwd=place.path, env=environment(), check=False
-    )
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (4 if command == "pack" else 0), done.stderr
-    if command == "pack":
-        assert "cannot start: No space left on device: give them a /dev/shm" in done.stderr.splitlines()[-1]
+    shell = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "pipeline"]
+    result = run_together([[*shell, "data", "pack", "images", "packed", "--workers", "2"]], [{}], place.path)
+    assert result.code == 4
+    assert "cannot start: No space left on device: give them a /dev/shm" in result.error
 
 
 def test_a_long_path_of_temporary_files_is_no_obstacle_and_nothing_stays_there(place: Place) -> None:
@@ -193,26 +171,27 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.fault("C4", ci=1, long=10)
 def test_ranks_that_list_folders_differently_train_the_same(tmp_path: Path, digits: Path, seed: int) -> None:
     """Simulate a network file system that shows another machine's files late."""
-    (tmp_path / "sitecustomize.py").write_text(
+    partial_listing = (
         "import os\n"
-        "if os.environ.get('RANK', '0') != '0':\n"
-        "    scandir, listdir = os.scandir, os.listdir\n"
-        "    class EverySecond:\n"
-        "        def __init__(self, path): self.inner = scandir(path)\n"
-        "        def __enter__(self): return self\n"
-        "        def __exit__(self, *_): self.inner.close()\n"
-        "        def __iter__(self): return iter(list(self.inner)[::-2])\n"
-        f"    is_shared = lambda path: str(path).startswith(({str(digits)!r}, {str(tmp_path / 'other')!r}))\n"
-        "    os.scandir = lambda path='.': EverySecond(path) if is_shared(path) else scandir(path)\n"
-        "    os.listdir = lambda path='.': listdir(path)[::-2] if is_shared(path) else listdir(path)\n"
+        "scandir, listdir = os.scandir, os.listdir\n"
+        "class EverySecond:\n"
+        "    def __init__(self, path): self.inner = scandir(path)\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *_): self.inner.close()\n"
+        "    def __iter__(self): return iter(list(self.inner)[::-2])\n"
+        "def is_late(path):\n"
+        f"    places = ({str(digits)!r}, {str(tmp_path / 'other')!r})\n"
+        "    return os.environ.get('RANK', '0') != '0' and str(path).startswith(places)\n"
+        "os.scandir = lambda path='.': EverySecond(path) if is_late(path) else scandir(path)\n"
+        "os.listdir = lambda path='.': listdir(path)[::-2] if is_late(path) else listdir(path)\n"
     )
-    words = ("train.max_steps=8", "data.source=folder")
     lines = set()
-    for name, env in (("same", {}), ("other", {"PYTHONPATH": str(tmp_path)})):
-        run = job(tmp_path / name, digits, *words, nproc=2, **env)
+    for name, prelude in (("same", ""), ("other", partial_listing)):
+        run = job(tmp_path / name, digits, "train.max_steps=8", "data.source=folder", nproc=2)
+        run.prelude = prelude
         assert run.run().code == 0, run.log()
-        resumed = job(tmp_path / name, digits, *words[1:], "train.max_steps=12", nproc=2, **env)
-        lines.add(resumed.run().out)
+        run.arguments.append("train.max_steps=12")
+        lines.add(run.run().out)
     assert len(lines) == 1
 
 
@@ -283,7 +262,8 @@ def test_a_clock_that_jumps_changes_nothing(
     tmp_path: Path, digits: Path, uninterrupted: Job, hours: int
 ) -> None:
     """Change only Python's clock: torch's timeouts use a monotonic clock, which never jumps."""
-    (tmp_path / "sitecustomize.py").write_text(
+    run = job(tmp_path / "run", digits, "run.timeout=20")
+    run.prelude = (
         "import os, time\n"
         "real, real_ns = time.time, time.time_ns\n"
         "def jump():\n"
@@ -294,7 +274,6 @@ def test_a_clock_that_jumps_changes_nothing(
         "time.time = lambda: real() + jump()\n"
         "time.time_ns = lambda: real_ns() + jump() * 10**9\n"
     )
-    run = job(tmp_path / "run", digits, "run.timeout=20", PYTHONPATH=str(tmp_path))
     result = run.run()
     assert result.out == uninterrupted.output()
     rows = read_rows(run.folder / "journal.jsonl")

@@ -24,7 +24,7 @@ from pipeline.addons.deploy import node
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.models.inputs import target_of
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
-from pipeline.config.load import load
+from pipeline.config.load import load, parse_yaml, read_recipe
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, StorageError
