@@ -28,6 +28,7 @@ def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
     for step in range(1, 101):
         for tensor in model.state_dict().values():
             tensor.add_(1)
+        model.running_mean = model.running_mean.clone()  # as a module may: a new tensor
         average.update(step)
         rate = 1 - min(0.9, (1 + step) / (10 + step))
         new = model.state_dict().values()

@@ -42,7 +42,7 @@ from pipeline.train.resume import resume
 from pipeline.train.state import TrainState
 from pipeline.train.step import warm_up
 
-_FIRST_STEPS = 3  # of a start, after which a step needs no more memory than those before it
+_FIRST_STEPS = 3  # of a run: if they lack memory, the request is wrong; a later start may not change it
 _CRASH_MIRROR_S = 10  # for which a process that crashes may upload to the mirror
 
 
@@ -117,12 +117,11 @@ def train_to_end(trainer: Trainer) -> Evaluation:
     """Train to the last step; return the evaluation of its model. Record why if that fails."""
     job, process, state = trainer.job, trainer.process, trainer.state
     config, plan, group, log = job.config, job.plan, process.group, process.terminal.log
-    first_step = state.step
     try:
         with saving_failure(config, job.folder, job.request, log):
             data = TrainBatches(job.source.train, config, plan, group.rank)
             # the loader knows no epochs: it makes the batches from this step's to the last
-            positions = range(first_step * plan.accumulate, max(first_step, plan.last_step) * plan.accumulate)
+            positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
             process.watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
             resident = None
             if not plan.not_resident:  # workers then send only what they drew; the device makes the pixels
@@ -142,8 +141,8 @@ def train_to_end(trainer: Trainer) -> Evaluation:
         group.shutdown()
         raise
     except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
-        is_start = state.step < first_step + _FIRST_STEPS
-        shortage = part("explain shortage")(error, config, plan) if is_start else None
+        is_first = state.step < _FIRST_STEPS
+        shortage = part("explain shortage")(error, config, plan) if is_first else None
         if shortage:
             job.folder.check_ours()
             save_failure(job.folder.path, shortage, job.request)
