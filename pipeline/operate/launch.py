@@ -63,10 +63,9 @@ def _start_processes(config: Config, world: World, command: list[str], stop: Sto
     folder.hold()  # if another process holds the folder, fail now and name it
     folder.release()  # rank 0 takes the lock
     start = last_event(folder.journal, "started")
-    advice = f"{config.same_command} resumes the run"
     try:
-        code: int = part("start processes")(world.size, command, stop, advice)
-        return code
+        advice = f"{config.same_command} resumes the run"
+        return int(part("start processes")(world.size, command, stop, advice))
     except EarlyStopError:
         if last_event(folder.journal, "started") == start:
             raise

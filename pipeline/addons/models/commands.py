@@ -3,16 +3,8 @@
 import argparse
 from pathlib import Path
 
-from pipeline.cli.arguments import (
-    Commands,
-    Parser,
-    add_command,
-    add_nproc,
-    add_overrides,
-    add_trust,
-    path,
-    path_or_uri,
-)
+from pipeline.cli import arguments
+from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, path_or_uri
 
 _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
@@ -27,8 +19,8 @@ def add_commands(commands: Commands) -> None:
     parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
     _add_best(parser)
-    add_trust(parser)
-    add_nproc(parser)
+    arguments.add_trust(parser)
+    arguments.add_nproc(parser)
 
     parser = add_command(
         commands, "predict", _predict, "classify images: the five likeliest classes and their probabilities",
@@ -42,7 +34,7 @@ def add_commands(commands: Commands) -> None:
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
     add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
     _add_best(parser)
-    add_trust(parser)
+    arguments.add_trust(parser)
     add("--json", action="store_true", help="print JSON")
 
     parser = add_command(
@@ -55,10 +47,10 @@ def add_commands(commands: Commands) -> None:
     add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
     _add_best(parser)
-    add_trust(parser)
+    arguments.add_trust(parser)
     formats = ("torch.export", "onnx", "safetensors")
     add("--to", required=True, choices=formats, help="format of the exported file")
-    add("--out", type=path, metavar="FILE", help="write to this file instead")
+    add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
 
 
 def _add_best(parser: Parser) -> None:
