@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
@@ -227,16 +226,13 @@ def orders() -> Iterator[Tensor]:
 class Held:
     """Images for validation, random ones."""
 
-    labels, upright = np.arange(16, dtype=np.int32) % 10, True
+    labels = np.arange(16, dtype=np.int32) % 10
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def label(self, i: int) -> int:
-        return int(self.labels[i])
-
-    def read(self, i: int) -> NDArray[np.uint8]:
-        return np.random.Generator(np.random.PCG64(i)).integers(0, 256, (3, 40, 40), np.uint8)
+    def open(self, i: int) -> Picture:
+        return Picture.open(np.random.Generator(np.random.PCG64(i)).integers(0, 256, (3, 40, 40), np.uint8))
 
     def expect(self, samples: Iterable[int]) -> None: ...
 

@@ -1,1 +1,1 @@
-"""From image files to batches of uint8 pixels: indexed, ordered, decoded and augmented."""
+"""From the images of a source to batches of uint8 pixels: ordered, augmented, made ahead."""

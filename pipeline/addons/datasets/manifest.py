@@ -153,8 +153,8 @@ def scan_validation(
     """Return the images to evaluate a model on, labelled as a model of `classes` counts.
 
     They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
-    may be missing or empty. Returns also what is left out. Raises RequestError if a
-    folder is not a class of the model, or if there is no image.
+    may be missing or empty. Returns also what is left out. Raises RequestError if a folder is not a
+    class of the model, or if there is no image.
     """
     walk = Walk(root)
     labels = {class_of(name): label for label, name in enumerate(classes)}

@@ -130,5 +130,5 @@ def ensure_digits(config: Config) -> None:
         try:
             synthetic.make_digits(root)
         except RequestError:
-            if not root.exists():  # else another process made them at the same time
+            if not os.path.exists(root):  # else another process made them at the same time
                 raise
