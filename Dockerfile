@@ -93,7 +93,8 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir --no-deps --no-index --disable-pip-version-check --root-user-action ignore /wheel/*.whl
 # 50 KB, to measure a GPU machine: docker run --env PYTHONSAFEPATH= --entrypoint python ddp-pipeline /opt/benchmarks/gpu.py
 COPY benchmarks /opt/benchmarks
-RUN install --directory --owner 10001 --group 10001 /runs /cache
+# any user may write compiled code: docker run --user 1234
+RUN install --directory --owner 10001 --group 10001 /runs && install --directory --mode 1777 /cache
 USER 10001:10001
 # /runs: runs and the generated digits. /cache: compiled code. It is a volume, because Docker's tmpfs is mounted noexec,
 # and one of the node, because Triton fails on file systems of a network (triton-lang/triton#11512)

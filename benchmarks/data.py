@@ -34,18 +34,19 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from pipeline.addons.datasets import write_pack as pack
+from pipeline.addons.datasets.names import is_image
+from pipeline.addons.datasets.sources import open_source
 from pipeline.cli.arguments import Parser, path
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import draw_crop
+from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.names import is_image
-from pipeline.data.sources import Source, open_source
 from pipeline.errors import RequestError, one_line
+from pipeline.launcher import this_world
 from pipeline.model.normalise import MEAN, STD
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
-from pipeline.supervision import this_world
 
 # Pillow would start Ghostscript for a file that says it is EPS
 EpsImagePlugin.gs_binary = False

@@ -32,28 +32,30 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline import randomness
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.models.compilation import compile_mode
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
+from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import Source, open_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device, make_timer
-from pipeline.group import Group, start
+from pipeline.group import Group
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
+from pipeline.launcher import this_world
 from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
+from pipeline.operate.start import form_group
 from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import SILENT
-from pipeline.supervision import this_world
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
 from pipeline.train.loop import Trainer, update_once
@@ -95,7 +97,7 @@ def prepare(config: Config) -> Setup:
         deterministic=config.is_deterministic_on_gpus, precision=config.train.precision,
         threads=max(1, world.cpus // world.local_size),
     )  # fmt: skip
-    group = start(config, world, choose_device(config, world))
+    group = form_group(config, world, choose_device(config, world))
     source = open_source(config)
     return Setup(config, make_plan(config, world, source.size), group, source)
 

@@ -14,7 +14,7 @@ from multiprocessing import active_children
 from statistics import median
 from typing import NoReturn
 
-from pipeline import world
+from pipeline import launcher
 from pipeline.cli.arguments import Parser, positive_int
 from pipeline.cli.main import execute, exit_with
 from pipeline.errors import one_line
@@ -66,7 +66,7 @@ def interleave(rows: list[Row], rounds: int) -> None:
             if number:
                 row.speeds.append(speed)
                 row.cpu_s += cpu_s
-            if world.is_first():
+            if launcher.is_first():
                 turn = f"round {number} of {rounds}" if number else "warm-up"
                 print(f"{turn}: {row.name} {speed:,.1f} images/s", file=sys.stderr, flush=True)
 
@@ -127,6 +127,6 @@ def run_script(
     has_ranks: it may run under torchrun, and only rank 0 prints.
     """
     if not has_ranks:
-        world.forget_launcher()
+        launcher.forget_launcher()
     parser.set_defaults(run=measure, parser=parser)
     exit_with(execute(sys.argv[1:], parser))

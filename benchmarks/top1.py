@@ -24,10 +24,10 @@ from torchvision import datasets
 from torchvision.transforms import v2 as transforms
 
 from pipeline import machine
+from pipeline.addons.datasets.sources import data_root, data_size
 from pipeline.cli.arguments import Parser, add_recipe, positive_int
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.sources import data_root, data_size
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.model.normalise import MEAN, STD

@@ -35,7 +35,7 @@ def choose_device(config: Config, world: World) -> torch.device:
             "update the driver (CUDA 13 needs 580 or later), or set run.device=cpu",
         )
     gpus = torch.cuda.device_count()
-    # Slurm, for example, can show each process only its own GPU; `group.start` compares them
+    # Slurm, for example, can show each process only its own GPU; `operate.start` compares them
     sees_only_its_gpu = gpus == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
     if world.local_size > gpus and not sees_only_its_gpu:
         raise RequestError(

@@ -6,11 +6,25 @@ Kubernetes can rely on them.
 """
 
 import difflib
+import errno
 from collections.abc import Sequence
-from typing import Self
+from pathlib import Path
+from typing import NamedTuple, Self
 
 OK = 0
 CRASH = 1
+_OUTAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
+                  errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET,
+                  errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO, errno.ENODEV)  # fmt: skip
+"""Errors of a storage that is out of reach, in a read or a write."""
+
+
+class BadImage(NamedTuple):
+    """An image that cannot be decoded, for people."""
+
+    id: int
+    name: str
+    reason: str
 
 
 def one_line(text: object, length: int = 200) -> str:
@@ -22,6 +36,12 @@ def printable_line(text: object) -> str:
     """Return a text as one line. Control characters, which a file may bring, are escaped."""
     line = " ".join(str(text).split())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def printable_name(name: bytes | str) -> str:
+    """Return a file name as one printable line: other bytes are escaped."""
+    text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def summary(text: str, length: int = 600) -> str:
@@ -105,3 +125,12 @@ def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
     kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
     return next((kind for kind in kinds if kind.code == code), RunError)
+
+
+def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
+    """Return the error of `what`, which is no image, if its storage is out of reach, else None."""
+    if error.errno not in _OUTAGE_ERRORS:
+        return None
+    return TemporaryError(
+        f"{what} is out of reach ({error.strerror})", "give the same command again once its storage is back"
+    )

@@ -6,10 +6,9 @@ import json
 import os
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,11 @@ _PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names an
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk without room."""
 _MAX_JSON_DEPTH = 100  # several times that of any file of ours
+
+
+def is_bucket(place: object) -> bool:
+    """Return True for s3://…, False for a path of this machine."""
+    return str(place).startswith("s3://")
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
@@ -57,17 +61,6 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool 
     """
     with replacing(path, shared=shared) as temporary:
         write_synced(temporary, data) if durable else temporary.write_bytes(data)
-
-
-def target_of(path: Path) -> Path:
-    """Return the file that replaces what a user named: `path`, or the target of a link there.
-
-    Raises OSError for a device, a named pipe and so on, which are there to be written to.
-    """
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return Path(os.path.realpath(path))
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,16 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.config.interface import Settings
-from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.errors import RunError, TemporaryError
 from pipeline.world import ALONE, World
 
 T = TypeVar("T")
 
 _GLOO_ERROR = r"\[[^]]*/gloo/[^]]*:\d+\] |Application timeout caused pair closure"
 """Start of what gloo raises, as RuntimeError (torch 2.14): file and line of its source."""
-RESTORE_S = 3600
-"""Time that rank 0 may take to download a run from its mirror before it joins."""
 JOIN_ADVICE = f"start all processes of the job, or {ALONE}"
 
 
@@ -197,24 +194,3 @@ def is_peer_failure(error: Exception) -> bool:
     """Return True if an error is only the consequence of another process's failure."""
     is_of_gloo = isinstance(error, RuntimeError) and re.match(_GLOO_ERROR, str(error)) is not None
     return is_of_gloo or isinstance(error, dist.DistError)
-
-
-def start(config: Settings, world: World, device: torch.device) -> Group:
-    """Join and return the process group.
-
-    Raises TemporaryError if a peer does not come, RequestError if two processes have the same GPU.
-    """
-    if world.size == 1:
-        return Group(world, device)
-    group = Group(world, device, config.run.timeout, RESTORE_S if config.checkpoint.mirror else 0)
-    if device.type == "cuda":
-        # NCCL refuses that, too, but only at its first collective, and without naming the ranks
-        gpus = group.all_gather(str(torch.cuda.get_device_properties(device).uuid))
-        for rank, gpu in enumerate(gpus):
-            if gpus.index(gpu) < rank:
-                raise RequestError(
-                    f"ranks {gpus.index(gpu)} and {rank} use the same GPU ({group.hosts[rank]}, {gpu})",
-                    "start one process per GPU and give each its LOCAL_RANK, or show each process only its"
-                    " own GPU, or set run.device=cpu",
-                ).collective()
-    return group

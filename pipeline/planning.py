@@ -7,7 +7,6 @@ evenly is an error, which names the nearest values that work.
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -98,23 +97,6 @@ def _shards_per_process(config: Config, world: int) -> int:
             f"exact.shards that work are {', '.join(map(str, nearest))}" if works else worlds,
         )
     return shards // world
-
-
-def divisors(config: Config, worlds: Iterable[int]) -> list[int]:
-    """Return the numbers of processes among `worlds` that divide the batch.
-
-    Raises RequestError, that of the largest, if there is none.
-    """
-    found, error = [], None
-    for world in worlds:
-        try:
-            divide_batch(config, world)
-            found.append(world)
-        except RequestError as refused:
-            error = refused
-    if error and not found:
-        raise error
-    return found
 
 
 def divide_resources(config: Config, world: World) -> Resources:

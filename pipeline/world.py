@@ -2,8 +2,7 @@
 
 A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its rank from
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. They can also be set by hand. Without them the
-world is this one process. Only `train` and `evaluate` read them: the shell of a job's pod may have
-them, too.
+world is this one process (`pipeline.launcher`).
 """
 
 import os
@@ -50,15 +49,3 @@ class World:
 def is_launched() -> bool:
     """Return True if a launcher has set this process's rank."""
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
-
-
-def is_first(variable: str = "RANK") -> bool:
-    """Return True unless the variable holds a rank above 0."""
-    value = os.environ.get(variable, "0")
-    return not (value.isdecimal() and int(value))
-
-
-def forget_launcher() -> None:
-    """Remove a launcher's variables from the environment of this process and of its children."""
-    for name in VARIABLES:
-        os.environ.pop(name, None)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipeline.addons.datasets.resident import load_images
+from pipeline.addons.datasets.resident_images import load_images
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.synthetic import SyntheticImages
 from pipeline.config.load import load, recipe_names
 from pipeline.data import loader, transfer
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import open_source
 from pipeline.device import make_timer
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
@@ -37,7 +37,7 @@ from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import SILENT
-from pipeline.train import loop, setup
+from pipeline.train import loop, session
 from pipeline.train.job import Job, Process
 from pipeline.train.loop import Trainer
 from pipeline.train.records import Records
@@ -140,7 +140,7 @@ def run(case: Case, result: Result) -> None:
         watchdog = Watchdog(300, Path(os.devnull), 0, stop)
         process = Process(FakeGroup(world, device), SILENT, make_timer(device), watchdog, stop)
         job = Job(config, plan, source, RunFolder(config.run_dir))
-        job, state = setup.build_state(job, process, None, is_resumed=config.model.init is not None)
+        job, state = session.build_state(job, process, None, is_resumed=config.model.init is not None)
         plan = job.plan
         trainer = Trainer(job, process, state, Records())
         data = TrainBatches(source.train, config, plan, rank=0)

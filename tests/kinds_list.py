@@ -17,13 +17,13 @@ from torchvision.models import ConvNeXt, mobilenet_v3_small, resnet18
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.vision_transformer import EncoderBlock
 
+from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.models import zoo
 from pipeline.addons.models.evaluator import Evaluator
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import SampleKey, augment, draw_crop, resize_image
 from pipeline.data.batch import Batch
-from pipeline.data.images import Picture, decode
 from pipeline.data.mix import draw_mix
 from pipeline.data.order import Order
 from pipeline.group import Group

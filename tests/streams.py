@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from pipeline.addons.datasets.resident import load_images
+from pipeline.addons.datasets.resident_images import load_images
+from pipeline.addons.datasets.sources import open_source
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
+from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import Source, open_source
 from pipeline.group import Group
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest

@@ -12,8 +12,8 @@ from harness import quick
 from PIL import Image
 
 from pipeline.addons.datasets.check import Findings
+from pipeline.addons.datasets.index import Index, Split
 from pipeline.addons.datasets.write_pack import pack
-from pipeline.data.index import Index, Split
 
 
 def write(root: Path, name: str, image: Image.Image, orientation: int = 1) -> None:

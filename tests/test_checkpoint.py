@@ -18,11 +18,11 @@ from harness import SMALL, Job, kill, read_rows
 
 from pipeline.config.load import load
 from pipeline.errors import StorageError, TemporaryError
+from pipeline.operate.resume import find
 from pipeline.record import checkpoint
 from pipeline.record.checkpoint import CheckpointWriter, decode
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.train.resume import find
 
 
 def contents(step: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: 
     prelude = compile_with(
         "print('compiling', flush=True)", "time.sleep(7 * int(os.environ['RANK']))", "return graph"
     )
-    prelude += "from pipeline.train import session\nsession._MARGIN_S = 1\n"
+    prelude += "from pipeline.operate import start\nstart._MARGIN_S = 1\n"
     run = Job(tmp_path / "run", words, nproc=2, prelude=prelude)
     assert run.run().code == 0, run.log()
     assert run.output().count("compiling") == 8, "each rank, two parts of the model at two sizes"

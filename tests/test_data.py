@@ -26,20 +26,19 @@ from place import SMALL
 from streams import joined, prepare, stream
 from test_pack import encoded, photo
 
-from pipeline.addons.datasets import checksums, manifest
+from pipeline.addons.datasets import checksums, images, manifest
 from pipeline.addons.datasets.folders import changes
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import Picture, decode
+from pipeline.addons.datasets.index import MISSING, Index, Split
 from pipeline.addons.datasets.manifest import open_index, scan
+from pipeline.addons.datasets.sources import open_source, source_from_index
 from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
-from pipeline.data import images
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
-from pipeline.data.holdout import HoldOut
-from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
-from pipeline.data.sources import open_source, source_from_index
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 
@@ -189,19 +188,6 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
         assert f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: Not a directory" in line
 
 
-def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
-    root = fill(
-        tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png"
-    )
-    index = open_index(root, HoldOut(), tmp_path, check_sizes=True)
-    assert open_index(root, HoldOut(), tmp_path, check_sizes=True).digest == index.digest
-    assert names(index.train) == [b"train/c\xff/\xfe.png", b"train/d/1 \n2.png"]
-    assert index.classes == ("c\\xff", "d")
-    images = source_from_index(root, index).train
-    assert [images.name(i) for i in range(2)] == ["train/c\\xff/\\xfe.png", "train/d/1 \\n2.png"]
-    assert all(decode(images.read(i)).shape == (3, 8, 8) for i in range(2))
-
-
 # --- layouts
 
 
@@ -334,12 +320,6 @@ def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
     ]
 
 
-def test_sums_of_a_read_only_folder_are_refused_before_the_check(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    result = quick("data", "check", str(small_disk), "--write-sums")
-    assert (result.code, f"{small_disk} is read-only" in result.error) == (2, True)
-
-
 def test_sums_name_no_file_that_is_not_an_image_of_the_folder(folder: Path) -> None:
     """Only their names are reported: whether a sum matches would tell what other files hold."""
     assert quick("data", "check", str(folder), "--write-sums").code == 0
@@ -416,25 +396,21 @@ def test_an_image_has_the_pixels_that_pillow_decodes(kind: str) -> None:
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
 
 
-def black_png(side: int) -> bytes:
-    """Return a PNG of one bit, compressed piece by piece to save memory."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    row = b"\0" + bytes((side + 7) // 8)
-    packer = zlib.compressobj(9)
-    packed = b"".join(packer.compress(row * 100) for _ in range(side // 100)) + packer.flush()
-    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+def png(height: int, width: int, bits: int, colour: int, rows: bytes) -> bytes:
+    """Return a PNG of a kind that Pillow does not write."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    made = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")):
+        made += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return made
 
 
 @pytest.mark.fault("E7")
 def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
-    bomb = black_png(21_000)
+    bomb = png(21_000, 21_000, 1, 0, bytes(21_000 * (1 + 21_000 // 8)))
     assert len(bomb) < 100_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(BadImageError, match="21000 × 21000 pixels"):
+    with pytest.raises(UnreadableError, match="21000 × 21000 pixels"):
         decode(bomb)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 64 * 1024, "KiB; the decoded image has 1.3 GB"
@@ -453,7 +429,7 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
     ids=["empty", "text", "JPEG", "PNG", "WebP", "TIFF", "EPS, which would start Ghostscript"],
 )  # fmt: skip
 def test_a_file_that_is_no_image_is_a_named_defect(data: bytes, reason: str) -> None:
-    with pytest.raises(BadImageError, match=reason):
+    with pytest.raises(UnreadableError, match=reason):
         decode(data)
 
 
@@ -651,7 +627,7 @@ def outcomes(data: bytes) -> list[bytes | None]:
     for top, left, height, width in ((0, 0, 97, 131), (0, 0, 9, 131), (30, 50, 41, 17)):
         try:
             found.append(Picture.open(data).region(top, left, height, width).numpy().tobytes())
-        except BadImageError:
+        except UnreadableError:
             found.append(None)
     return found
 

@@ -20,9 +20,9 @@ from pipeline.config.load import load
 from pipeline.config.sections import Model
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
-from pipeline.group import start
 from pipeline.model.architectures import meta_model
 from pipeline.operate import request
+from pipeline.operate.start import form_group
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.world import World
@@ -81,11 +81,11 @@ def test_nccl_has_a_fixed_order_before_the_group_forms() -> None:
     program = (
         "import os\n"
         "from pipeline.config.load import load\n"
-        "from pipeline.train import setup\n"
+        "from pipeline.operate import start\n"
         "from pipeline.world import World\n"
-        "setup.groups.start = lambda *_: print(os.environ['NCCL_ALGO'])\n"
+        "start.form_group = lambda *_: print(os.environ['NCCL_ALGO'])\n"
         f"for word in ('run.seed=1', '{EXACT}', '{DETERMINISTIC}'):\n"
-        "    setup.join(load('digits', ['run.device=cpu', word]), World())\n"
+        "    start.join(load('digits', ['run.device=cpu', word]), World())\n"
     )
     env = environment(NCCL_ALGO="NVLS")  # as on another node than rank 0's: only rank 0 has checked its own
     command = [sys.executable, "-c", program]
@@ -163,7 +163,7 @@ def _join_with_gpu(rank: int, address: str, uuid: str) -> None:
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # type: ignore[assignment, misc]
     code = 0
     try:
-        start(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
+        form_group(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
     except RequestError as error:
         is_named = re.match(
             r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU", str(error)

@@ -16,6 +16,8 @@ from object_store import Bucket, FaultProxy
 from server import Gateway
 
 from pipeline import errors, machine
+from pipeline.addons.datasets import images
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.deploy import node
 from pipeline.addons.mlflow import tracker
@@ -24,8 +26,6 @@ from pipeline.addons.ops import machine as checks
 from pipeline.addons.store import lease as store
 from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
-from pipeline.data import images
-from pipeline.data.sources import open_source
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.plan import DataSize

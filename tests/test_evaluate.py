@@ -21,6 +21,7 @@ from streams import make_trainer, prepare
 from torch import Tensor, nn
 from torchvision.models import get_model
 
+from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
@@ -30,7 +31,6 @@ from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.data.holdout import HoldOut
 from pipeline.data.loader import EvalBatches
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise

@@ -5,7 +5,8 @@ from pathlib import Path
 from folders import FOLDERS, rows, table
 
 PAGE = Path(__file__).parent.parent / "docs/your-data.md"
-SHOWN = ("train/` and `valid", "turned", "12-bit", "MACOSX", "files of train", "25 images")
+SHOWN = ("Train/", "training/", "train/` and `valid", "images/", "turned", "12-bit", "MACOSX", "jfif",
+         "as two classes", "files of train", "a link", "25 images")  # fmt: skip
 
 
 def test_folders_are_read_as_the_page_says(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
 from pipeline.addons.datasets import imagenet
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import decode
 from pipeline.addons.datasets.make import get, import_imagenet
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.cli.main import main
-from pipeline.data.holdout import HoldOut
-from pipeline.data.images import decode
 from pipeline.errors import RequestError, StorageError
 
 CLASSES = {"n01440764": 3, "n02102040": 5, "n02979186": 4}

@@ -10,9 +10,9 @@ import pytest
 from harness import SMALL, pipeline
 
 from pipeline.addons.datasets import manifest
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index, Split
 from pipeline.addons.datasets.manifest import open_index
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index, Split
 
 IMAGENET = 1_281_167
 
@@ -20,8 +20,8 @@ EPOCHS = """
 import sys
 import numpy as np
 from pathlib import Path
-from pipeline.data.index import Index
-from pipeline.data.sources import FolderImages
+from pipeline.addons.datasets.index import Index
+from pipeline.addons.datasets.sources import FolderImages
 
 def private_kib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -32,7 +32,7 @@ memory = []
 for epoch in range(4):
     order = np.random.default_rng(epoch).permutation(len(images))
     for i in order[: int(sys.argv[2])].tolist():
-        images.name(i), images.label(i)
+        images.name(i), int(images.labels[i])
     memory.append(private_kib())
 print(*memory)
 """

@@ -212,12 +212,12 @@ def test_text_is_read_and_written_as_utf_8_in_any_locale() -> None:
 
 
 def test_modules_that_check_a_request_do_not_import_torch() -> None:
-    modules = ("config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness",
-               "addons.datasets.manifest", "data.sources", "record.folder", "operate.request",
+    modules = ("config.load", "plan", "world", "launcher", "machine", "errors", "files", "randomness",
+               "addons.datasets.manifest", "addons.datasets.sources", "record.folder", "operate.request",
                "operate.launch", "addons.report.figures", "addons.report.page", "addons.report.summary",
                "addons.report.commands", "addons.deploy.recovery", "__main__", "addons.store.mirror",
                "addons.store.remote", "addons.datasets.pack", "addons.datasets.synthetic",
-               "addons.datasets.place", "addons.models.inputs", "addons.mlflow.uri",
+               "addons.datasets.place", "addons.models.inputs", "addons.models.evaluate", "addons.mlflow.uri",
                "addons.mlflow.tracker")  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = (

@@ -4,8 +4,6 @@ import hashlib
 import io
 import itertools
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,16 @@ import torch
 from harness import SMALL, quick
 from PIL import Image, ImageOps
 from streams import stream
+from test_data import png
 from torch import Tensor
 
+from pipeline.addons.datasets.images import Picture, decode
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import SampleKey, augment
-from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.sources import open_source
+from pipeline.data.interface import UnreadableError
 from pipeline.record import checkpoint, checkpoint_files
 
 PACK_0_2 = Path(__file__).parent / "pack-0.2"
@@ -195,15 +195,9 @@ def tiff(values: Any, **tags: float) -> bytes:
 
 
 def colour_png(values: Any) -> bytes:
-    """Return a PNG of 16 bits in RGB, which Pillow does not write."""
+    """Return a PNG of 16 bits in RGB."""
     rows = b"".join(b"\0" + row.astype(">u2").repeat(3).tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    made = [
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(made)
+    return png(*values.shape, 16, 2, rows)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +229,6 @@ def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
          "in colour", "signed", "PFM"],
 )  # fmt: skip
 def test_an_unknown_range_is_a_named_defect(data: bytes, named: str) -> None:
-    with pytest.raises(BadImageError, match=named):
+    with pytest.raises(UnreadableError, match=named):
         decode(data)
     decode(data, upright=False)  # as version 0.2

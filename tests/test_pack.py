@@ -22,17 +22,16 @@ from harness import environment, kill, quick
 from PIL import Image
 from streams import stream
 
-from pipeline.addons.datasets import jpeg_restarts, pack
+from pipeline.addons.datasets import jpeg, jpeg_restarts, pack
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.pack_target import open_target
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
-from pipeline.data import jpeg
-from pipeline.data.holdout import HoldOut
-from pipeline.data.images import Picture, decode
 from pipeline.data.interface import UnreadableError
-from pipeline.data.sources import open_source
 from pipeline.errors import RequestError, StorageError
 
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
@@ -122,7 +121,8 @@ def test_a_false_table_of_segments_is_not_used(jpegtran: str) -> None:
 
 def test_a_sequential_jpeg_of_any_kind_gets_restart_markers_and_no_other_file(jpegtran: str) -> None:
     options: list[dict[str, Any]] = [
-        {"quality": 100}, {"quality": 1}, {"keep_rgb": True}, {"icc_profile": bytes(3000)}
+        {"quality": 100}, {"quality": 1}, {"keep_rgb": True}, {"icc_profile": bytes(3000)},
+        {"restart_marker_blocks": 3},
     ]  # fmt: skip
     grey = encoded(photo(70, 90).convert("L"))
     factors = grey.index(b"\xff\xc0") + 11  # grey is coded block by block, whatever they are
@@ -133,12 +133,11 @@ def test_a_sequential_jpeg_of_any_kind_gets_restart_markers_and_no_other_file(jp
         encoded(Image.new("RGB", (640, 480), "teal")),
     ]
     for data in sequential:
-        packed, is_unchanged, difference = encode(data, LOSSLESS)
-        assert (is_unchanged, difference) == (False, 0)
+        packed, difference = encode(data, LOSSLESS)
+        assert (packed != data, difference) == (True, 0)
         assert torch.equal(decode(packed), decode(data))
-    for more in ({"progressive": True}, {"restart_marker_blocks": 3}):
-        assert jpeg_restarts.with_restarts(encoded(photo(64, 64), **more)) is None
-    for data in (encoded(photo(64, 64), "PNG"), b"", b"\xff\xd8\xff"):
+    progressive = encoded(photo(64, 64), progressive=True)
+    for data in (progressive, encoded(photo(64, 64), "PNG"), b"", b"\xff\xd8\xff"):
         assert jpeg_restarts.with_restarts(data) is None
 
 
@@ -149,13 +148,13 @@ def test_a_file_is_stored_as_it_is_if_jpegtran_refuses_it_or_other_pixels_come_o
     other = jpeg_restarts.with_restarts(encoded(photo(97, 61, seed=1)))
     with monkeypatch.context() as patch:
         patch.setattr(jpeg_restarts, "with_restarts", lambda *_: other)
-        assert encode(data, LOSSLESS) == (data, True, 0.0)
+        assert encode(data, LOSSLESS) == (data, 0.0)
     monkeypatch.setattr(jpeg_restarts, "_TIMEOUT_S", 0.5)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for script in ("exit 0", "cat", "cat; exit 2", "exec sleep 60"):
         (tmp_path / "jpegtran").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "jpegtran").chmod(0o700)
-        assert encode(data, LOSSLESS) == (data, True, 0.0)
+        assert encode(data, LOSSLESS) == (data, 0.0)
         with pytest.raises(RequestError, match="is not the jpegtran of libjpeg-turbo"):
             jpeg_restarts.check_jpegtran()
 

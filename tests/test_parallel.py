@@ -32,7 +32,6 @@ from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.supervision import this_world
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
 from pipeline.world import World
@@ -284,29 +283,3 @@ def test_all_processes_refuse_a_save_if_one_has_a_buffer_that_is_not_finite(
         result.err
     )
     assert not list((run.folder / "checkpoints").iterdir())
-
-
-def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RequestError, match="no address of rank 0"):
-        this_world()
-    for given, is_valid in (
-        ("127.0.0.1:29500", False),
-        ("tcp://localhost:99999", False),
-        ("tcp://a:29500", True),
-    ):
-        monkeypatch.setenv("INIT_METHOD", given)
-        if is_valid:
-            assert this_world().init_method == given
-        else:
-            with pytest.raises(RequestError, match="INIT_METHOD="):
-                this_world()
-    monkeypatch.delenv("INIT_METHOD")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for port in ("65536", ""):
-        monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(RequestError, match="MASTER_PORT="):
-            this_world()

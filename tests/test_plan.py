@@ -193,7 +193,7 @@ def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
     bound = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl
     shown = "len(os.sched_getaffinity(0)), this_world().cpus"
-    code = f"import os; from pipeline.supervision import *; print({shown})"
+    code = f"import os; from pipeline.launcher import *; print({shown})"
     done = subprocess.run([sys.executable, *launch, *bound, code], capture_output=True, text=True, check=True)
     assert done.stdout == f"1 {machine.available_cpus()}\n"
 

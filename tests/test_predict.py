@@ -11,9 +11,9 @@ from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
+from pipeline.addons.datasets.images import decode
 from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.data.images import decode
 
 ARCH = "shufflenet_v2_x0_5"
 CLASSES = [f"digit {label}" for label in range(10)]

@@ -1,4 +1,4 @@
-"""A wrong request costs seconds: one line with a remedy, exit code 2, and no import of torch."""
+"""A wrong request costs seconds, before torch is imported; storage out of reach is temporary."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, Result, environment, free_port, pipeline, quick
+from harness import SMALL, Job, environment, free_port, pipeline, quick
 from place import Place
 
 from pipeline.addons.ops.model import check_shapes
@@ -17,80 +17,15 @@ from pipeline.config.sections import Model
 from pipeline.errors import RequestError
 
 
-@pytest.fixture(scope="session")
-def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for PYTHONPATH with which `import torch` ends the process with code 99."""
-    folder = tmp_path_factory.mktemp("without-torch")
-    (folder / "torch.py").write_text("import os\nos._exit(99)\n")
-    return folder
-
-
-def refused(result: Result) -> str:
-    """Return the one line that refuses a wrong request."""
-    assert result.code == 2, result.err
-    assert not result.out
-    assert result.err.splitlines()[-1] == f"pipeline: {result.error}"
-    return result.error
-
-
-def test_a_wrong_request_is_one_line_before_torch_is_imported(
-    tmp_path: Path, digits: Path, without_torch: Path
-) -> None:
-    def train(*words: str, **ranks: str) -> str:
-        base = ("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
-        result = pipeline(*base, *words, cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
+def test_a_wrong_request_ends_before_torch_is_imported(tmp_path: Path, digits: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nos._exit(99)\n")
+    train = ("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
+    for words in (["train.epoch=3"], ["--nproc", "5"]):
+        result = pipeline(*train, *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert (result.code, result.out, result.err) == (2, "", f"pipeline: {result.error}\n")
         assert result.seconds < 15  # about 0.7 s on an idle machine
-        return refused(result)
-
-    assert "train.epochs" in train("train.epoch=3")
-    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in train("--nproc", "5")
-    (tmp_path / "file").write_text("x")
-    line = train(f"run.dir={tmp_path / 'file'}/run")
-    assert line.startswith(f"run.dir={tmp_path / 'file'}/run cannot be written: ")
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    assert "give --nproc, or start with torchrun, not both" in train("--nproc", "2", **ranks)
-    name = "a%41b"
-    odd = f"run.dir={tmp_path / name}/run"
-    line = train(odd, "track.uri=auto")
-    assert line.startswith(f"MLflow cannot open {tmp_path / name}/mlflow.db")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-    words = ("train", "digits", f"data.root={digits}", odd, "track.uri=none")
-    assert pipeline(*words, PYTHONPATH=str(without_torch)).code == 99, "the next step imports torch"
-
-
-@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
-def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path, digits: Path) -> None:
-    words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "run.device=cuda")
-    pod = {"PET_NPROC_PER_NODE": "1", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    result = pipeline("doctor", *words, "track.uri=none", **pod)
-    assert result.code == 2
-    assert "run.device=cuda" in result.error
-    assert "--runtime-class" in result.error
-
-
-LONG = "x" * 300
-"""A file name that is too long for every file system: looking it up is an error, even for root."""
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [("plan {long}.yaml", 2), ("train digits run.dir={long}/run", 2),
-     ("plan digits data.source=folder data.root={long}", 2), ("data check {long}", 2),
-     ("data make digits {long}", 2), ("data get imagenette {long}", 2),
-     ("data import imagenet {long} out", 2), ("data pack {long} out", 2), ("evaluate {long}/run", 2),
-     ("predict {long} a.png", 2), ("export {long} --to torch.export", 2), ("report {long}", 2),
-     ("verify {long}", 2), ("sync {long}", 2), ("k8s render --out {long}", 2)],
-)  # fmt: skip
-def test_an_unreadable_path_is_one_line_for_every_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, code: int
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
-    assert main(words.format(long=LONG).split()) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pipeline: ")
-    assert "File name too long" in line
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["torch.py"]
+    assert pipeline(*train, PYTHONPATH=str(tmp_path)).code == 99, "the next step imports torch"
 
 
 @pytest.mark.parametrize(
@@ -130,15 +65,12 @@ def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Pa
     "command", ["predict runs/done images", "sync runs/done", "doctor digits --json data.source=synthetic"]
 )
 def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place, command: str) -> None:
-    expected = quick(*command.split(), cwd=place.path)
-    assert expected.out or expected.err
-    result = quick(*command.split(), cwd=place.path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
-    assert result.code == expected.code, result.err
-    assert _without_figures(result.out + result.err) == _without_figures(expected.out + expected.err)
-
-
-def _without_figures(text: str) -> str:
-    return re.sub(r"\d+(\.\d+)?", "0", text)
+    ends = []
+    for ranks in ({}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}):
+        result = quick(*command.split(), cwd=place.path, **ranks)
+        ends.append((result.code, re.sub(r"\d+(\.\d+)?", "0", result.out + result.err)))
+    assert ends[0] == ends[1]
+    assert ends[0][1]
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate"])
@@ -150,8 +82,7 @@ def test_a_rank_that_waits_for_the_others_says_so_and_how_to_do_without(place: P
         result = quick("evaluate", "runs/done", "run.timeout=4", "run.device=cpu", cwd=place.path, **ranks)
         code, err = result.code, result.err
     assert code == 75
-    (line,) = (line for line in err.splitlines() if "rank 1 of 2 waits for the other processes" in line)
-    assert "unset RANK and WORLD_SIZE to train or evaluate alone" in line
+    assert "rank 1 of 2 waits for the other processes" in err
 
 
 def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
@@ -176,18 +107,7 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
 
 
 def test_shapes_that_a_network_cannot_take_are_refused() -> None:
-    for arch, batch, reason in (
-        ("resnet18", 1, "more than 1 value per channel"),
-        ("inception_v3", 8, "Kernel size can't be greater"),
-    ):
-        with pytest.raises(
-            RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"
-        ):
+    for arch, batch in (("resnet18", 1), ("inception_v3", 8)):  # too few values, too small an image
+        with pytest.raises(RequestError, match=f"{arch} .* {batch} .*augment.size"):
             check_shapes(Model(arch=arch), 10, batch, [32], 32)
     check_shapes(Model(arch="swin_t"), 10, 8, [32], 32)
-
-
-def test_a_path_on_the_command_line_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert main(["k8s", "render", "digits", "--out=~/k8s"]) == 0
-    assert (tmp_path / "k8s").is_dir()

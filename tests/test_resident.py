@@ -11,8 +11,8 @@ from harness import SMALL, Job, kill, read_rows
 from streams import make_trainer, prepare, stream
 from torchvision.transforms import v2
 
-from pipeline.addons.datasets.residence import resident_bytes
-from pipeline.addons.datasets.resident import load_images
+from pipeline.addons.datasets.resident_images import load_images
+from pipeline.addons.datasets.resident_limits import resident_bytes
 from pipeline.config.load import load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import MEAN_COLOUR, SampleKey, draw_erasing

@@ -11,8 +11,8 @@ import pytest
 from harness import environment, quick, save_checkpoint
 from place import SMALL, Place
 
+from pipeline.addons.deploy.restart import config_after_restart
 from pipeline.config.load import load
-from pipeline.operate.restart import config_after_restart
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
@@ -187,51 +187,12 @@ def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
         assert (code, "its part 'totals' is missing or damaged" in err) == (4, True), err
 
 
-def test_storage_that_cannot_be_read_for_a_while_is_no_damage(place: Place) -> None:
-    assert place.train("run.dir=runs/done", "train.max_steps=2")[0] == 0
-    before = place.checkpoints()
-    words = ("run.dir=runs/done", "train.max_steps=3")
-    done = run_program(
-        place,
-        f"""\
-import errno, os, sys
-from pathlib import Path
-from pipeline.cli.main import main
-read_bytes = Path.read_bytes
-def fail(path):
-    if path.name == {before[-1].name!r}:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-    return read_bytes(path)
-Path.read_bytes = fail
-sys.exit(main({["train", "digits", *SMALL, *words]}))
-""",
-    )
-    says = f"{before[-1].name} is out of reach (Input/output error)"
-    assert (done.returncode, says in done.stderr.splitlines()[-1]) == (75, True), done.stderr
-    assert place.checkpoints() == before
-    assert not list((place.path / "runs/done").glob("before-*"))
-    assert place.train(*words)[0] == 0
-    assert place.events("done", "started")[-1]["step"] == 2
-
-
-def run_program(place: Place, program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=place.path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signal: bool) -> None:
     """Make reading hang, as on dead storage: a signal stops the run, or else the watchdog."""
     program = f"""\
 import sys, time
 from pipeline.record import checkpoint_files
-from pipeline.cli.main import main
 checkpoint_files.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))
 """
@@ -262,9 +223,3 @@ def test_a_failed_compilation_is_repeated_by_the_next_start(place: Place) -> Non
         code, err = command(*words)
         assert (code, "cannot be compiled" in err, "creating" in err) == (2, True, False), "it fails at once"
     assert place.train(*words, "train.compile=off")[0] == 0
-
-
-def test_commands_that_replace_lost_nodes_refuse_every_run_resume_but_auto(place: Place) -> None:
-    for command in (("k8s", "render", "digits"), ("rehearse", "digits", "--nodes", "2")):
-        result = quick(*command, "run.resume=never", cwd=place.path)
-        assert (result.code, "run.resume=never is for one start" in result.err) == (2, True), result.err

@@ -32,6 +32,8 @@ from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 
 from pipeline.addons.datasets import manifest
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index
 from pipeline.addons.deploy.k8s import render
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.mlflow.connection import check_artifact_host
@@ -43,8 +45,6 @@ from pipeline.addons.models.pretrained import pretrained_weights
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.model.architectures import meta_model
 from pipeline.model.weights import weights_digest

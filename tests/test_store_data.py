@@ -19,11 +19,11 @@ from test_pack import encoded, photo
 from test_security import foreign_server
 
 from pipeline.addons.datasets import pack
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader
-from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.data.sources import Images, open_source
+from pipeline.data.interface import Images, OutageError, UnreadableError
 from pipeline.errors import RequestError
 
 FEW_FAULTS = {fault: 0.05 / len(FAULTS) for fault in FAULTS}
@@ -375,7 +375,7 @@ def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str
 def test_other_data_imports_none_of_it(digits: Path) -> None:
     code = (
         "import sys, pipeline.train.session; from pipeline.config.load import load\n"
-        "from pipeline.data.sources import open_source\n"
+        "from pipeline.addons.datasets.sources import open_source\n"
         f"open_source(load('digits', ['data.root={digits}'])).train.read(0)\n"
         "names = ('boto3', 'botocore', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
         "print([name for name in names if name in sys.modules])"

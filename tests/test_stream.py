@@ -18,12 +18,12 @@ from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
 from torch.nn import functional
 
+from pipeline.addons.datasets.images import Picture
 from pipeline.config.load import load
 from pipeline.config.sections import Augment
 from pipeline.data import loader, workers
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.batch import Batch
-from pipeline.data.images import Picture
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
 from pipeline.data.transfer import _to_gpu, to_device

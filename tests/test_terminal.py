@@ -43,7 +43,9 @@ def test_a_quiet_run_prints_nothing_and_copies_no_model_for_a_pass_that_it_does_
     tmp_path: Path, digits: Path
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "run.resume=never", "--quiet"]
-    run = Job(tmp_path / "run", words, prelude="from pipeline.train import setup; setup.copy_to_host = None")
+    run = Job(
+        tmp_path / "run", words, prelude="from pipeline.train import session; session.copy_to_host = None"
+    )
     for _ in range(2):  # the second sets the first aside
         result = run.run()
         assert (result.code, result.err) == (0, "")

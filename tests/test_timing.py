@@ -12,19 +12,20 @@ from harness import read_rows
 from torch.optim import SGD
 
 import pipeline.timing
+from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.ops.timing import CudaStepTimer, advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
-from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
+from pipeline.operate.request import Checked
+from pipeline.operate.start import run_rank
 from pipeline.parallel import strategy
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
-from pipeline.train import session
 from pipeline.world import World
 
 STEPS = 4
@@ -58,8 +59,8 @@ def epochs(folder: Path) -> list[dict[str, float]]:
     run_folder = RunFolder(folder)
     run_folder.hold()
     source = open_source(config)
-    prepared = session.Prepared(source, make_plan(config, World(), source.size), found=None, weights=None)
-    session.run_training(config, World(), run_folder, lambda: prepared, StopRequest())
+    checked = Checked(config, source, make_plan(config, World(), source.size))
+    run_rank(config, World(), run_folder, StopRequest(), checked)
     run_folder.release()
     return [
         row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})

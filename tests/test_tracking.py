@@ -39,8 +39,8 @@ from server import Gateway, Server, give_up_quickly, tracked_job
 from test_predict import predict_probabilities
 from torchvision.transforms.functional import resize
 
+from pipeline.addons.datasets.images import decode
 from pipeline.config.load import RECIPES, load
-from pipeline.data.images import decode
 from pipeline.record.journal import Journal, read
 
 # no server, a server that replies with errors, a server that never replies; the others with --full

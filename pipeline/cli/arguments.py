@@ -7,42 +7,17 @@ import shutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError, nearest
 from pipeline.lazy import part
 
-_LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
-_KUSTOMIZE = "a kustomization adds it, see docs/kubernetes.md"
-REPLACED: dict[str, str] = {
-    "bench": "run python benchmarks/NAME.py from the source",
-    "--gpu-images-per-s": "compare time/images_per_s and time/waiting_for_data of a short run",
-    "--sanity": "train a few steps with train.max_steps, and look at the loss and report/index.html",
-    "--gang-check": _LINKS,
-    "--numa-binding": "give it to torchrun, which starts the processes then",
-    "--gang": f"{_LINKS}; in place of the one of k8s render, give --queue NAME (Kueue)",
-    "--topology": _KUSTOMIZE,
-    "--priority-class": _KUSTOMIZE,
-    "--sheet": "the page of 'pipeline report' shows the most confident mistakes",
-    "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",
-    "runs": "MLflow lists the runs, see 'make ui'; 'pipeline report RUN_DIR' writes the page of one",
-}
-"""Commands and flags of version 0.2 that are gone: what replaces each, as the end of a sentence.
-
-A command's name may have two words.
-"""
-
-TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 _KEYS_HELP = "'pipeline train --help' lists the keys"
 
 Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 """Runs a command; returns its result, or its exit code if it has printed the result itself."""
-
-
-class Commands(Protocol):
-    """The commands of one level, as argparse's `add_subparsers` returns them."""
-
-    def add_parser(self, name: str, **options: Any) -> "Parser": ...
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+"""The commands of one level."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,15 +43,9 @@ class Parser(argparse.ArgumentParser):
         """Raise RequestError for what could not be parsed: its first flag, or its first word."""
         word = next((word for word in rest if word.startswith("-")), rest[0])
         name = word.partition("=")[0]
-        refuse_replaced(name)
+        part("refuse what 0.2 had")(name)
         flags = re.findall(r"--[\w-]+", self.format_usage())
         self.error(f"unexpected argument {name!r}{nearest(name, flags, cutoff=0.7)}")
-
-
-def refuse_replaced(name: str) -> None:
-    """Raise RequestError if a command or flag of version 0.2 is gone."""
-    if name in REPLACED:
-        raise RequestError(f"there is no {name!r} since version 0.3: {REPLACED[name]}")
 
 
 def help_width() -> int:
@@ -116,16 +85,6 @@ def add_trust(parser: Parser) -> None:
     """Add the option that allows a function named by a checkpoint, receipt or registry to run."""
     help = "run this function of your own, which the model names as its model.arch"
     parser.add_argument("--trust", action="append", metavar="package.module:function", help=help)
-
-
-def add_best(parser: Parser) -> None:
-    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
-    parser.add_argument("--best", action="store_true", help=help)
-
-
-def target_of(options: argparse.Namespace) -> str:
-    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
-    return str(part("best checkpoint")(options.target) if options.best else options.target)
 
 
 def path_or_uri(text: str) -> str:

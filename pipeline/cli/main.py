@@ -11,12 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline import __version__, errors, supervision, world
-from pipeline.cli.arguments import Parser, refuse_replaced
+from pipeline import __version__, errors, launcher, supervision, world
+from pipeline.cli.arguments import Parser
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
-from pipeline.data.access import storage_outage
-from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError, storage_outage
 from pipeline.guards import signals
 from pipeline.lazy import COMMANDS, part
 
@@ -66,14 +65,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] not in (["train"], ["evaluate"]):
-        world.forget_launcher()
+        launcher.forget_launcher()
     return execute(words, make_parser())
 
 
 def execute(words: Sequence[str], parser: Parser) -> int:
     """Run what `parser` finds in the words; return the exit code. Only rank 0 prints the result."""
     part("tolerate failures of streams")()
-    is_main, is_first_here = world.is_first("RANK"), world.is_first("LOCAL_RANK")
+    is_main, is_first_here = launcher.is_first("RANK"), launcher.is_first("LOCAL_RANK")
     try:
         options = parse(words, parser)
         result = options.run(options)
@@ -138,8 +137,8 @@ def parse(words: Sequence[str], parser: Parser | None = None) -> argparse.Namesp
         import argcomplete
 
         argcomplete.autocomplete(parser, always_complete_options=False)
-    for length in (1, 2):
-        refuse_replaced(" ".join(words[:length]))
+    if words:
+        part("refuse what 0.2 had")(words[0])
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest

@@ -1,4 +1,4 @@
-"""The commands train, recipes, evaluate."""
+"""The commands train and recipes."""
 
 import argparse
 import faulthandler
@@ -14,8 +14,9 @@ from pipeline.lazy import part
 
 
 def add_commands(commands: Commands) -> None:
-    for add in (_add_train, _add_recipes, _add_evaluate):
-        add(commands)
+    _add_train(commands)
+    help = "list the recipes: what each trains, its target, time, processes, data, source"
+    add_command(commands, "recipes", _recipes, help)
 
 
 class _HelpWithKeys(argparse.Action):
@@ -51,18 +52,13 @@ def _train(options: argparse.Namespace) -> str | int:
     stop = StopRequest()
     stop.listen()
     if supervision.launch_id() is not None:
-        supervision.die_with_agent()
+        part("die with agent")()
 
     from pipeline.operate import launch
 
     if options.quiet:
         os.environ[streams.QUIET] = "1"
     return launch.train(options.recipe, options.overrides, options.nproc, stop)
-
-
-def _add_recipes(commands: Commands) -> None:
-    help = "list the recipes: what each trains, its target, time, processes, data, source"
-    add_command(commands, "recipes", _recipes, help)
 
 
 def _recipes(_: argparse.Namespace) -> str:
@@ -74,25 +70,3 @@ def _recipes(_: argparse.Namespace) -> str:
         comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
         blocks.append("\n  ".join([name, *(line.removeprefix("# ") for line in comment)]))
     return "\n\n".join(blocks)
-
-
-def _add_evaluate(commands: Commands) -> None:
-    parser = add_command(
-        commands, "evaluate", _evaluate, "evaluate a checkpoint on all validation images",
-        "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every"
-        " image counts exactly once, at any number of processes.",
-        "pipeline evaluate runs/digits", "pipeline evaluate runs/digits --best --nproc 2",
-    )  # fmt: skip
-    parser.add_argument(
-        "target", type=arguments.path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=arguments.TARGET_HELP
-    )
-    arguments.add_overrides(parser)
-    arguments.add_best(parser)
-    arguments.add_trust(parser)
-    arguments.add_nproc(parser)
-
-
-def _evaluate(options: argparse.Namespace) -> str | int:
-    from pipeline.operate import launch
-
-    return launch.evaluate(arguments.target_of(options), options.overrides, options.nproc)

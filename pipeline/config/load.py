@@ -7,7 +7,6 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 `pipeline.planning` checks everything that depends on the machine or on the data.
 """
 
-import copy
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.credentials import show
-from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
+from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, nearest
 from pipeline.files import read_limited
@@ -35,22 +34,21 @@ def load(recipe: str, overrides: list[str]) -> Config:
 
     recipe: a name from `recipes/` or the path of a YAML file.
     """
-    path = _find(recipe)
-    recipe_tree = {"recipe": path.stem, **_parse_yaml(_read_text(path), str(path))}
-    tree = copy.deepcopy(recipe_tree)
+    path, text = read_recipe(recipe)
+    tree = {"recipe": path.stem, **parse_yaml(text, str(path))}
+    stated = {word.partition("=")[0] for word in overrides}
+    if path.parent != RECIPES:  # a recipe of this package may have gained keys since an earlier start
+        stated |= _keys(tree)
     _apply(tree, overrides)
     _set_if_auto(tree, "run", "dir", f"runs/{tree['recipe']}")
     _set_if_auto(tree, "track", "experiment", os.environ.get("MLFLOW_EXPERIMENT_NAME"))
     config = _validate(tree)
     if config.run.resume == "auto":
-        stated = {word.partition("=")[0] for word in overrides}
-        if path.parent != RECIPES:  # a recipe of this package may have gained keys since
-            stated |= _keys(recipe_tree)
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
-            _set_earlier_defaults(tree, stated | _keys(_parse_yaml(saved, "")))
+            _set_earlier_defaults(tree, stated | _keys(parse_yaml(saved, "")))
             config = _validate(tree)
-    config = config.with_changes(_changes(config, recipe_tree, overrides))
+    config._changes = part("changes to recipe")(config, overrides)
     trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
         part("check tracking URI")("track.uri", config.track.uri)
@@ -69,7 +67,7 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     origin: where the text comes from, for error messages. is_saved: False for a recipe, whose
     missing keys have today's defaults.
     """
-    tree = _parse_yaml(text, origin)
+    tree = parse_yaml(text, origin)
     if is_saved:
         _set_earlier_defaults(tree, _keys(tree))
     _apply(tree, overrides or [])
@@ -79,105 +77,22 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     return config
 
 
-def recipe_text(recipe: str) -> tuple[str, str]:
-    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it."""
-    path = _find(recipe)
-    text = _read_text(path)
-    tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
-    with suppress(RequestError):
-        named = f"recipe: {path.stem}\n{text}"  # keeps the comments; not valid above `---` or `{…}`
-        if _parse_yaml(named, "") == tree:
-            return path.stem, named
-    return tree["recipe"], yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-
-
-def refuse_changes(before: Config, now: Config) -> None:
-    """Raise RequestError if a key has changed that must not change on resume; name both values."""
-    old, new = _fixed_keys(before), _fixed_keys(now)
-    changed = [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-    if now.train.epochs < before.train.epochs:
-        epochs = f"train.epochs: {before.train.epochs} -> {now.train.epochs}"
-        changed.append(f"{epochs} (it can only be increased)")
-    if changed:
-        what = f"the run in {now.run_dir} was started"
-        mirror = " and checkpoint.mirror" if now.checkpoint.mirror else ""
-        other = f"give another run.dir{mirror}, or "
-        if now.run.resume != "auto":
-            what = f"run.resume={now.run.resume} was trained"
-            other = "or "
-        problem = f"{what} with another configuration: {'; '.join(changed)}"
-        raise RequestError(problem, f"restore these keys, {other}{now.start_again}")
-
-
-def training_keys(config: Config) -> dict[str, Any]:
-    """Return the keys that training follows from, in the form of `flatten`.
-
-    These are the keys that must not change on resume, without the device, and train.epochs.
-    """
-    keys = _fixed_keys(config)
-    del keys["run.device"]
-    return keys | {"run.deterministic": config.is_deterministic, "train.epochs": config.train.epochs}
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Return the configuration as {"section.key": value}."""
-    flat: dict[str, Any] = {}
-    for name, value in config.model_dump(mode="json", by_alias=True).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
-def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
-    """Return the configuration in the checkpoint `path`, and the same with overrides on top.
-
-    Another data.source takes no data.root and no data.cache from the training. Raises RequestError
-    if the overrides change the model.
-    """
-    trained = from_yaml(text, path)
-    sources = [word for word in overrides if word.startswith("data.source=")]
-    if sources and sources[-1] != f"data.source={trained.data.source}":
-        overrides = ["data.root=auto", "data.cache=none", *overrides]
-    now = from_yaml(text, path, overrides)
-    before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
-    changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
-    if changed:
-        problem = f"{', '.join(changed)} cannot be set, because {path} fixes the model"
-        raise RequestError(problem, "leave model.* out")
-    return trained, now
-
-
 def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def _find(recipe: str) -> Path:
-    names = recipe_names()
+def read_recipe(recipe: str) -> tuple[Path, str]:
+    """Return the path and the text of a recipe."""
+    path, names = Path(recipe), recipe_names()
+    remedy = f"give the path of a .yaml file, or one of {', '.join(names)}{nearest(path.stem, names)}"
     if recipe in names:
-        return RECIPES / f"{recipe}.yaml"
-    path = Path(recipe)
-    if path.suffix.lower() in (".yaml", ".yml") or "/" in recipe:
-        return path
-    raise RequestError(f"recipe '{show(recipe)}' is unknown", _give_a_recipe(recipe))
-
-
-def _give_a_recipe(name: str) -> str:
-    names = recipe_names()
-    return f"give the path of a .yaml file, or one of {', '.join(names)}{nearest(name, names)}"
-
-
-def _read_text(path: Path) -> str:
+        path = RECIPES / f"{recipe}.yaml"
+    elif path.suffix.lower() not in (".yaml", ".yml") and "/" not in recipe:
+        raise RequestError(f"recipe '{show(recipe)}' is unknown", remedy)
     try:
-        return read_limited(path, MAX_YAML_BYTES).decode()
+        return path, read_limited(path, MAX_YAML_BYTES).decode()
     except OSError as error:
-        problem = f"recipe {path} cannot be read: {error.strerror}"
-        raise RequestError(problem, _give_a_recipe(path.stem)) from None
+        raise RequestError(f"recipe {path} cannot be read: {error.strerror}", remedy) from None
     except ValueError:
         raise RequestError(f"recipe {path} is not UTF-8 text of up to 64 KiB", "give a YAML file") from None
 
@@ -209,7 +124,8 @@ class _StringLoader(NoAliases, yaml.BaseLoader):
 _YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError)
 
 
-def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
+def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """Return the tree of a recipe, whose scalars are strings. origin: where the text comes from."""
     try:
         tree = yaml.load(text, _StringLoader)
     except _YAML_ERRORS as error:
@@ -257,27 +173,11 @@ def _set_earlier_defaults(tree: dict[str, Any], stated: set[str]) -> None:
 
 def _validate(tree: dict[str, Any]) -> Config:
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         problem, remedy = part("explain key")(errors[0])
         raise RequestError(problem + more, remedy) from None
-
-
-def _fixed_keys(config: Config) -> dict[str, Any]:
-    """Return the keys that must not change on resume, in the form of `flatten`."""
-    keys = flatten(config) | {"run.portable": config.is_portable}
-    if config.data.source == "pack":  # which keeps its orientation
-        del keys["data.orientation"]
-    return {key: keys[key] for key in keys if not {key, key.partition(".")[0]} & {*MAY_CHANGE_ON_RESUME}}
-
-
-def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) -> str:
-    """Return what the overrides change in the recipe's training, as "key=value key=value"."""
-    recipe: dict[str, Any] = {}
-    with suppress(RequestError):  # a recipe may be valid with its overrides only
-        recipe = flatten(_validate(recipe_tree))
-    now, may_matter = flatten(config), {*_fixed_keys(config), "train.epochs", "train.max_steps"}
-    given = dict.fromkeys(".".join(word.partition("=")[0].split(".")[:2]) for word in overrides)
-    return " ".join(f"{key}={now[key]}" for key in given if key in may_matter and now[key] != recipe.get(key))
+    part("check combinations")(config)
+    return config

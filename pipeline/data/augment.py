@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import v2 as transforms
 
-from pipeline.data.images import Picture
-from pipeline.data.interface import AugmentOptions
+from pipeline.data.interface import Options, Picture
 from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10
@@ -34,10 +33,10 @@ class SampleKey(NamedTuple):
     """Which of its repetitions in the epoch this is; 0 without repeated augmentation."""
 
 
-def augment(picture: Picture, options: AugmentOptions, size: int, seed: int, key: SampleKey) -> Tensor:
+def augment(picture: Picture, options: Options, size: int, seed: int, key: SampleKey) -> Tensor:
     """Return a random crop, [3, size, size] uint8, after flip, policy and erasing.
 
-    Raises BadImageError if the crop cannot be decoded.
+    Raises UnreadableError if the crop cannot be decoded.
     """
     if options.pad:
         *shifts, is_flipped = draw_shift(options, seed, key)
@@ -74,7 +73,7 @@ def _transforms(policy: str, magnitude: int, erase: float) -> list[Callable[[Ten
 
 
 def draw_crop(
-    height: int, width: int, options: AugmentOptions, seed: int, key: tuple[int, int, int]
+    height: int, width: int, options: Options, seed: int, key: tuple[int, int, int]
 ) -> tuple[tuple[int, int, int, int], bool]:
     """Draw the crop of a sample: return (top, left, height, width), and whether it is flipped.
 
@@ -85,9 +84,7 @@ def draw_crop(
     return _crop_box(height, width, options, draws), _is_flipped(draws[-1], options, seed, key)
 
 
-def _crop_box(
-    height: int, width: int, options: AugmentOptions, draws: list[float]
-) -> tuple[int, int, int, int]:
+def _crop_box(height: int, width: int, options: Options, draws: list[float]) -> tuple[int, int, int, int]:
     """Return (top, left, height, width), as torchvision's RandomResizedCrop.get_params."""
     low, high = (math.log(bound) for bound in options.ratio)
     for attempt in range(_ATTEMPTS):
@@ -103,7 +100,7 @@ def _crop_box(
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def draw_shift(options: AugmentOptions, seed: int, key: SampleKey) -> tuple[int, int, bool]:
+def draw_shift(options: Options, seed: int, key: SampleKey) -> tuple[int, int, bool]:
     """Draw the shift of a sample, down and right, of up to `options.pad`, and if it is flipped."""
     source = generator(seed, "shift", *_address(key))
     *shifts, draw = torch.rand(3, generator=source, dtype=torch.float64).tolist()
@@ -120,7 +117,7 @@ def shifted_places(size: int, shift: int) -> Tensor:
     return torch.minimum(places, 2 * (size - 1) - places)
 
 
-def draw_erasing(size: int, options: AugmentOptions, seed: int, key: SampleKey) -> tuple[int, int, int, int]:
+def draw_erasing(size: int, options: Options, seed: int, key: SampleKey) -> tuple[int, int, int, int]:
     """Draw the box (top, left, height, width) that is erased; height 0: none.
 
     These are the draws of torchvision's RandomErasing, which takes 20 times as long.
@@ -139,7 +136,7 @@ def draw_erasing(size: int, options: AugmentOptions, seed: int, key: SampleKey) 
     return 0, 0, 0, 0
 
 
-def _is_flipped(draw: float, options: AugmentOptions, seed: int, key: tuple[int, int, int]) -> bool:
+def _is_flipped(draw: float, options: Options, seed: int, key: tuple[int, int, int]) -> bool:
     # alternating flips: Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024
     if options.alternate_flips:
         epoch, sample, view = key
@@ -171,7 +168,7 @@ def _central(pixels: Tensor, height: int, width: int) -> Tensor:
     return pixels[:, top : top + height, left : left + width]
 
 
-def evaluation_geometry(evaluate: Any, options: AugmentOptions) -> tuple[int, int]:
+def evaluation_geometry(evaluate: Any, options: Options) -> tuple[int, int]:
     """Return (size, resize) of validation images, with the defaults of what is not configured."""
     size = evaluate.size or options.size
     return size, evaluate.resize or round(size * 8 / 7)

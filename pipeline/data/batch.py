@@ -19,7 +19,7 @@ class Defect(NamedTuple):
 
 class Batch(NamedTuple):
     images: Tensor
-    """[B, 3, H, W] uint8. From a worker of `resident.Draws`, the draws of the images, [B, N]."""
+    """[B, 3, H, W] uint8. From `resident_images.Draws`, the draws of the images, [B, N]."""
     labels: Tensor
     """[B] int64."""
     ids: Tensor

@@ -1,34 +1,39 @@
 """The interface of the loader: the images that it reads, the settings a batch depends on."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import TemporaryError
+from pipeline.plan import DataSize
 
-AugmentOptions = Any
-"""`config.sections.Augment`. The loader imports no configuration, so it can be read alone."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
-
-class Options(Protocol):
-    """The sections of `config.schema.Config` that a batch depends on, and no other."""
-
-    @property
-    def run(self) -> Any: ...
-    @property
-    def augment(self) -> AugmentOptions: ...
-    @property
-    def evaluate(self) -> Any: ...
+Options = Any
+"""`config.schema.Config` or a section of it: so the loader, without it, can be read alone."""
 
 
 class UnreadableError(Exception):
-    """An image file that cannot be read, or that changed since it was indexed."""
+    """The defect of one image, as a phrase: it cannot be read or decoded, or has changed."""
 
 
 class OutageError(TemporaryError):
     """The storage that holds the images cannot be read. It says nothing about any single image."""
+
+
+class Picture(Protocol):
+    """An image of known size. A crop of it is decoded on demand."""
+
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    def region(self, top: int, left: int, height: int, width: int) -> "Tensor":
+        """Return a crop [3, height, width] uint8, maybe as a view. Raises UnreadableError."""
 
 
 class Images(Protocol):
@@ -38,18 +43,29 @@ class Images(Protocol):
     def labels(self) -> NDArray[np.int32]:
         """The class of each image, [N]."""
 
-    @property
-    def upright(self) -> bool:
-        """Images are turned as their EXIF orientation says."""
-
     def __len__(self) -> int: ...
     def name(self, i: int) -> str: ...
-    def label(self, i: int) -> int: ...
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
         """Return the bytes of the file, or decoded pixels [3, H, W] uint8.
 
         Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
         """
 
+    def open(self, i: int) -> Picture:
+        """Read the image, and of a file its header. Raises what `read` does."""
+
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare to read these images next, in this order. Only a bucket looks at them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The images to train on and to validate on: the same in every process."""
+
+    size: DataSize
+    digest: str
+    classes: tuple[str, ...]
+    train: Images
+    val: Images
+    index: Any = None
+    """The index of a folder or pack (`addons.datasets.index`). Rank 0 sends it to the others."""

@@ -13,15 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.data.augment import SampleKey, augment, center_crop, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
-from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.interface import Images, Options, OutageError, UnreadableError
+from pipeline.data.interface import Images, Options, OutageError, Picture, UnreadableError
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
 from pipeline.data.transfer import pin as pin_batch
@@ -44,18 +41,18 @@ class LoaderError(StorageError):
 
 @dataclass
 class Patience:
-    """Reads the images of a batch, and retries while the storage fails: for so long in all."""
+    """Opens the images of a batch, and retries while the storage fails: for so long in all."""
 
     images: Images
     seconds_left: float
 
-    def read(self, sample: int) -> bytes | NDArray[np.uint8]:
-        """Return what `images.read` returns. Raises OutageError when the time is used up."""
+    def open(self, sample: int) -> Picture:
+        """Return what `images.open` returns. Raises OutageError when the time is used up."""
         pause = _FIRST_PAUSE_S
         while True:
             start = time.monotonic()
             try:
-                return self.images.read(sample)
+                return self.images.open(sample)
             except OutageError as outage:
                 if self.seconds_left < pause:
                     raise
@@ -142,16 +139,15 @@ class TrainBatches(_Batches):
         used = key.sample
         for attempt in range(_MAX_ATTEMPTS):
             try:
-                data = patience.read(used)
-                picture = Picture.open(data, upright=self.images.upright)
+                picture = patience.open(used)
                 # with the key of the bad sample: a replacement is cropped as that would have been
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
-                return self.images.label(used)
-            except (BadImageError, UnreadableError) as error:
+                return int(self.images.labels[used])
+            except UnreadableError as error:
                 defects.append(Defect(used, str(error)))
             used = self._order.replacement(key.epoch, key.sample, attempt)
         out.zero_()  # the defects are reported, and data.max_bad decides whether the run ends
-        return self.images.label(key.sample)
+        return int(self.images.labels[key.sample])
 
 
 class EvalBatches(_Batches):
@@ -170,11 +166,11 @@ class EvalBatches(_Batches):
 
     def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], patience: Patience) -> int:
         try:
-            data = patience.read(key.sample)
-            pixels = decode(data, upright=self.images.upright)
+            picture = patience.open(key.sample)
+            pixels = picture.region(0, 0, picture.height, picture.width)
             out.copy_(center_crop(pixels, *evaluation_geometry(self.config.evaluate, self.config.augment)))
-            return self.images.label(key.sample)
-        except (BadImageError, UnreadableError) as error:
+            return int(self.images.labels[key.sample])
+        except UnreadableError as error:
             out.zero_()
             defects.append(Defect(key.sample, str(error)))
             return NO_LABEL  # it is not replaced, and so counts as wrong

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data.interface import AugmentOptions
+from pipeline.data.interface import Options
 from pipeline.randomness import derive
 
 MIX_COLUMNS = 5
 """Columns of a row: the partner's weight, and its box (top, left, bottom, right), each in 0..1."""
 
 
-def draw_mix(options: AugmentOptions, seed: int, step: int, first: int, count: int) -> Tensor:
+def draw_mix(options: Options, seed: int, step: int, first: int, count: int) -> Tensor:
     """Draw the mix of `count` images from position `first` on of the global batch of `step`.
 
     Returns [count, 5] float32, the partner's weight and its box, or [0, 5] if nothing is mixed.

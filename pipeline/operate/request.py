@@ -2,32 +2,51 @@
 
 A check returns a line for the user or what it loaded, or raises the RunError that a start would end
 with. None imports torch or communicates with other ranks: a node that replaces a lost one is
-checked while the others train. None changes anything, except that `open_data` makes the digits if
-they are missing.
+checked while the others train. None changes anything.
 """
 
 import os
 import sys
+from dataclasses import dataclass
 
 from pipeline import machine
-from pipeline.config.load import from_yaml, refuse_changes
+from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
-from pipeline.data import sources
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError
 from pipeline.lazy import part
-from pipeline.planning import request_digest
+from pipeline.plan import Plan
+from pipeline.planning import make_plan, request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.failure import load_failure
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import last_event
 from pipeline.world import World
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A request that has passed all checks that need no torch."""
+
+    config: Config
+    source: Source
+    plan: Plan
+
+
+def check(config: Config, here: World, folder: RunFolder) -> Checked:
+    """Run every check of a request that needs no torch. Raises RunError if one fails."""
+    check_run_folder_is_writable(config, folder)
+    check_previous_start_did_not_fail(config, here, folder)
+    check_device(config, here)
+    source: Source = part("open data")(config, folder)
+    plan = make_plan(config, here, source.size)
+    check_config_is_compatible(config, folder)
+    return Checked(config, source, plan)
 
 
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     folder.check_writable()
-    is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
+    is_data = os.path.realpath(part("data root")(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
         raise RequestError(f"run.dir={config.run_dir} is data.root, too", "give another folder")
     uri = part("tracking uri")(config, folder)
@@ -65,29 +84,12 @@ def check_device(config: Config, here: World) -> str:
     return f"run.device={config.run.device}"
 
 
-def open_data(config: Config, folder: RunFolder) -> Source:
-    """Open the data and return it; make the digits if they are missing.
-
-    Raises TemporaryError if data.root or a folder of images in it is missing, or empty like a
-    volume that is not mounted, but an earlier start of this run had it; OutageError, a
-    TemporaryError, if a bucket does not answer.
-    """
-    has_journal = os.path.exists(folder.journal)  # a path may be too long to look up
-    start = last_event(folder.journal, "started") if has_journal else {}
-    was_started = bool(start) or folder.has_checkpoints()
-    if was_started:
-        part("check data is there")(config, previous_config(folder), start.get("tags", {}).get("data"))
-    source = sources.open_source(config, check_sizes=was_started)
-    part("check place of data")(config, source)
-    return source
-
-
 def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     """Check that no key that a resumed run must keep has changed."""
     if folder.has_checkpoints() and config.run.resume == "auto":
         before = previous_config(folder)
-        if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
-            refuse_changes(before, config)
+        if before:  # otherwise `operate.resume.find` compares with the configuration in the checkpoint
+            part("refuse changes")(before, config)
 
 
 def previous_config(folder: RunFolder) -> Config | None:

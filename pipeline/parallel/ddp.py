@@ -2,7 +2,7 @@
 
 Resuming to the same bits needs two choices. DDP rebuilds its gradient buckets after the first
 backward pass, and other buckets give other sums from 3 processes on: a discarded, synchronised pass
-at the start (`train.setup`) gives a resumed run the buckets of an uninterrupted one. And buffers
+at the start (`train.session`) gives a resumed run the buckets of an uninterrupted one. And buffers
 are not broadcast in every pass: training itself never reads running statistics. An evaluation takes
 rank 0's, which a checkpoint holds, too; with model.batchnorm=average both take the mean
 (which deterministic runs refuse: a resume rounds it differently).

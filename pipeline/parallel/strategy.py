@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.interface import Settings
+from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.lazy import part
 from pipeline.model.ema import make_ema
@@ -21,7 +21,7 @@ class Strategy:
     is_replicated = True
     """Each process has the whole model; the passes of one do not wait for those of another."""
 
-    def __init__(self, config: Settings, plan: Plan, model: nn.Module, group: Group) -> None:
+    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model
         """The model without wrappers, or this process's part of it: what is updated and saved."""
         self.group = group

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.access import storage_outage
-from pipeline.errors import RunError, StorageError
+from pipeline.errors import RunError, StorageError, storage_outage
 
 NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 

@@ -6,11 +6,14 @@ checks before a start (`operate.request`) are not saved: the next start checks a
 """
 
 import json
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pipeline.config.schema import Config
 from pipeline.errors import PERMANENT, RunError, from_exit_code
 from pipeline.files import atomic_write, parse_json
+from pipeline.record.folder import RunFolder
 
 FAILURE = "failure.json"
 
@@ -28,6 +31,20 @@ def save_failure(folder: Path, error: RunError, request: str) -> bool:
         atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
         return True
     return False
+
+
+@contextmanager
+def saving_failure(
+    config: Config, folder: RunFolder, request: str, log: Callable[[str], None]
+) -> Iterator[None]:
+    """Save a permanent failure in this context, and log what the user can do then."""
+    try:
+        yield
+    except RunError as error:
+        folder.check_ours()
+        if save_failure(folder.path, error, request):
+            log(f"with run.resume=auto this request now fails at once: {folder.advice_after_failure(config)}")
+        raise
 
 
 def load_failure(folder: Path, request: str) -> RunError | None:

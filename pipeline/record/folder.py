@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.config.schema import Config
-from pipeline.data.access import storage_outage
-from pipeline.errors import RequestError, RunError, StorageError
+from pipeline.errors import RequestError, RunError, StorageError, storage_outage
 from pipeline.files import FULL, replacing, write_synced
 from pipeline.lazy import part
 from pipeline.record.checkpoint_files import list_checkpoints, step_of

@@ -1,9 +1,13 @@
 """The job: its request, data and folder, and the process that works on it."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
@@ -11,6 +15,7 @@ from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import Terminal
 from pipeline.timing import StepTimer
+from pipeline.train.listener import Mirror
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,8 @@ class Job:
     plan: Plan
     source: Source
     folder: RunFolder
+    request: str = ""
+    """Identifies the request, so that its next start finds a permanent failure."""
 
 
 @dataclass(frozen=True)
@@ -38,3 +45,19 @@ class Process:
         """Report progress to the watchdog. Return True if a signal asked to stop."""
         self.watchdog.beat()
         return self.stop.is_set()
+
+
+@dataclass(frozen=True)
+class Settled:
+    """All that is decided before the training, as `operate.start` hands it to `train.session`."""
+
+    job: Job
+    process: Process
+    contents: dict[str, Any] | None
+    """The checkpoint to resume from, the same in all processes; None: from step 0."""
+    checkpoint: Path | None = None
+    """Its file, on rank 0, as are the next two."""
+    weights: dict[str, Tensor] | None = None
+    """The first ones, if model.init names some and the training starts at step 0."""
+    mirror: Mirror | None = None
+    """Holds the lease of `checkpoint.mirror`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.access import BadImage
+from pipeline.errors import BadImage
 from pipeline.train.evaluation import Evaluation
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
-from pipeline.data.access import BadImage
 from pipeline.data.batch import Batch
-from pipeline.errors import NotFiniteError, RunError, StorageError, TemporaryError
+from pipeline.errors import BadImage, NotFiniteError, RunError, StorageError, TemporaryError
 from pipeline.lazy import part
 from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
 from pipeline.train.evaluation import Evaluation

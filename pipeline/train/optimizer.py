@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.config.interface import Settings
+from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.lazy import part
 
 
-def make_optimizer(model: nn.Module, config: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return the optimizer. The learning rate is set before each update, from the plan."""
     options = config.optimizer
     groups = parameter_groups(model, options.weight_decay)

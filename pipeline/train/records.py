@@ -95,12 +95,9 @@ def _identity(job: Job) -> dict[str, Any]:
     """Return the parts of a checkpoint that say whose state it is."""
     config, source, index = job.config, job.source, job.source.index
     if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
-        config = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
-    split = None  # there is val/
-    if index is not None and index.is_split_by_hash:  # all names, and the rule that holds some out
-        rule = index.hold_out
-        split = {"names": index.names_digest(), "val_split": rule.share, "split_by": rule.by}
+        config = config.replacing("data", orientation="apply" if index.upright else "ignore")
     return {
-        "config": config.to_yaml(), "data": source.digest, "split": split,
+        "config": config.to_yaml(), "data": source.digest,
+        "split": index.split_rule() if index else None,
         "classes": list(source.classes), "world": job.plan.world,
     }  # fmt: skip

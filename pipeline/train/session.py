@@ -1,8 +1,6 @@
-"""One process's part in a run, from start to end: join, build, train, end.
+"""The training of one process, from a settled request to its end: build, train, end.
 
-The `main` of a rank. `cli.run` has set the signal handlers; `operate.launch` has read the request
-and, on rank 0, taken the folder's lock; then it calls `run_training`. Rank 0 first finds what to
-resume from (`Prepared`).
+`operate.start` has joined the group and settled what to train, from which state.
 The promise is the order: parts are complete before the state is loaded; all processes end together
 once rank 0 has saved, and the journal says how. Only a crash leaves at once: others may be gone.
 """
@@ -11,227 +9,184 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 from torch import Tensor
 
-from pipeline import errors
-from pipeline import group as groups
-from pipeline.config.schema import Config
+from pipeline import errors, randomness
 from pipeline.data.batch import format_sample_ids
 from pipeline.data.loader import LoaderError, TrainBatches, batches
-from pipeline.data.sources import Source
 from pipeline.data.transfer import to_device
-from pipeline.device import make_timer
 from pipeline.errors import RunError, TemporaryError
-from pipeline.guards.signals import StopRequest
-from pipeline.guards.watchdog import COMPILATION_S, Watchdog
+from pipeline.group import is_peer_failure
+from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.lazy import part
-from pipeline.planning import request_digest
-from pipeline.record.failure import save_failure
-from pipeline.record.folder import RunFolder
+from pipeline.model.architectures import build
+from pipeline.model.normalise import Normalise
+from pipeline.model.weights import load_weights
+from pipeline.parallel import choose_strategy
+from pipeline.parallel.strategy import Strategy
+from pipeline.record.checkpoint import copy_to_host
+from pipeline.record.failure import save_failure, saving_failure
 from pipeline.record.journal import final_status
-from pipeline.record.terminal import make_terminal
 from pipeline.supervision import kill_frozen_peers, report_to_agent, stop_restarts
 from pipeline.train.evaluation import Evaluation
-from pipeline.train.job import Job, Process
+from pipeline.train.job import Job, Process, Settled
 from pipeline.train.listener import End, Mirror
 from pipeline.train.loop import Trainer, train
 from pipeline.train.records import Records, open_records
-from pipeline.train.resume import VerifiedCheckpoint, broadcast_contents, resume
-from pipeline.train.setup import agree_on_plan, broadcast_source, build_state, check_same_request, join
+from pipeline.train.resume import resume
 from pipeline.train.state import TrainState
-from pipeline.world import World
+from pipeline.train.step import warm_up
 
-# A hang is reported by the first of three that sees it: a collective on the host (run.timeout), the
-# watchdog (+ _MARGIN_S), and NCCL's own, which ends the process without a line of ours.
-_MARGIN_S = 10
-_GPU_MARGIN_S = 120  # the watchdog's margin and the part of a step between a collective and its last progress
 _FIRST_STEPS = 3  # of a start, after which a step needs no more memory than those before it
 _CRASH_MIRROR_S = 10  # for which a process that crashes may upload to the mirror
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The findings of rank 0 before the group forms (`operate.launch`). Others have none."""
+def set_up(settled: Settled) -> Trainer:
+    """Build all parts, load the state and open the records."""
+    job, process, contents = settled.job, settled.process, settled.contents
+    group, log = process.group, process.terminal.log
+    with saving_failure(job.config, job.folder, job.request, log):
+        job, state = build_state(job, process, settled.weights, is_resumed=contents is not None)
+        process.watchdog.beat()
+        if contents:
+            resume(state, contents, settled.checkpoint, job.config, log)
+    if _is_finished(job, process, state):
+        group.run_long_task(partial(_update_mirror, settled.mirror, process))
+        return Trainer(job, process, state, Records())
+    # rank 0 tidies the folder, opens the journal and starts the sender; then all agree
+    records = open_records(job, process, state, settled.checkpoint, settled.mirror)
+    return Trainer(job, process, state, records)
 
-    source: Source | None = None
-    table: str = ""  # the plan, as text
-    found: VerifiedCheckpoint | None = None  # to resume from
-    weights: dict[str, Tensor] | None = None  # the first ones, if model.init names some and `found` is None
-    mirror: Mirror | None = None  # holds the lease of `checkpoint.mirror`
-    resume: str = "auto"  # `run.resume`, or its replacement at a restart
 
+def build_state(
+    job: Job, process: Process, weights: dict[str, Tensor] | None, *, is_resumed: bool
+) -> tuple[Job, TrainState]:
+    """Build the model, its strategy and its state, and warm up.
 
-def run_training(
-    config: Config, world: World, folder: RunFolder, prepare: Callable[[], Prepared] | None, stop: StopRequest
-) -> str:
-    """Train as one process of `world`; return the result line. Raises a RunError without one.
-
-    prepare: on rank 0, which holds the folder's lock; None in the other processes.
+    Return also the job, with passes that fit the memory. First weights are a function of the seed,
+    or rank 0's `weights`.
     """
-    session = Session(config, world, folder, stop)
-    session.watchdog.start()
+    config, plan = job.config, job.plan
+    group, log, watchdog = process.group, process.terminal.log, process.watchdog
+    if config.is_deterministic_on(group.device.type):
+        log("deterministic: bit-identical every time; kernels are slower and the number of threads is fixed")
+    log(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
+    randomness.seed_network(config.run.seed, "weights")
+    model = build(config.model, plan.num_classes).to(group.device)
+    if config.model.init and not is_resumed:
+        part("load first weights")(model, weights, config.model, group, log)
+    if config.model.freeze:
+        log(part("freeze")(model, config.model.freeze))
+    if group.device.type == "cuda" and config.parallel == "ddp":
+        watchdog.beat()
+        plan = part("fit passes")(config, plan, group, model, log)
+    normalise = Normalise(group.device, channels_last=config.model.channels_last)
+    if plan.compiles and config.train.compile == "auto":
+        eager = Strategy(config, replace(plan, compiles=False), model, group)
+        run_pass = partial(warm_up, eager, normalise, process.timer, plan)
+        plan = part("compile if it repays")(plan, group, model, run_pass, log)
+    strategy = choose_strategy(config, plan, model, group)
+    if group.size > 1 and strategy.is_replicated:
+        strategy.on_gradients_computed(partial(process.timer.switch_to, "communication"))
+    state = TrainState.build(strategy, make_loss_guard(strategy, process.timer, config.start_again), config)
+    watchdog.beat()
+    if strategy.warms_up:
+        first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
+        with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
+            if plan.compiles:
+                log("compiling, which takes a minute or so ...")
+                # a process that cannot compile would leave the others waiting for its gradients
+                run_pass = partial(warm_up, strategy, normalise, process.timer, plan, is_synced=False)
+                group.raise_together(part("compile")(config.model.arch, run_pass, process.stop))
+            warm_up(strategy, normalise, process.timer, plan)
+        load_weights(model, first_weights)
+    return replace(job, plan=plan), state
+
+
+def run(trainer: Trainer) -> str:
+    """Train to the last step; return the result line. Raises a RunError without one."""
+    return finish(trainer, train_to_end(trainer))
+
+
+def train_to_end(trainer: Trainer) -> Evaluation:
+    """Train to the last step; return the evaluation of its model. Record why if that fails."""
+    job, process, state = trainer.job, trainer.process, trainer.state
+    config, plan, group, log = job.config, job.plan, process.group, process.terminal.log
+    first_step = state.step
     try:
-        # nothing here refers to what is prepared, so that training keeps no checkpoint in memory
-        trainer = session.set_up(session.prepare(prepare) if prepare else Prepared())
-        return session.finish(trainer, session.train(trainer))
-    finally:
-        session.watchdog.stop()
-
-
-class Session:
-    """The steps of a process's part in a run."""
-
-    def __init__(self, config: Config, world: World, folder: RunFolder, stop: StopRequest) -> None:
-        self._config, self._world, self._folder, self._stop = config, world, folder, stop
-        self._terminal = make_terminal(is_main=world.is_main)
-        self._request = request_digest(config, world)
-        # longer than a collective may take, so that a collective that fails reports its own error
-        timeout_s = config.run.timeout + _MARGIN_S
-        stacks = folder.path / f"hang-rank-{world.rank}.txt"
-        self.watchdog = Watchdog(timeout_s, stacks, world.rank, stop, folder.check_ours)
-
-    def prepare(self, prepare: Callable[[], Prepared]) -> Prepared:
-        """Return rank 0's findings, and show the plan.
-
-        Raises EarlyStopError at a signal: nothing is changed before.
-        """
-        with self._stop.raise_on_signal():
-            prepared = prepare()  # if it raises, the launcher ends the others, which wait in `join`
-        # the request has passed all checks: from here on things change
-        if prepared.resume == "never":
-            aside = self._folder.set_aside()
-            moved = f"moved the contents of {self._folder.path} to {aside}"
-            self._terminal.show(moved if aside else "a fresh start")
-        self._terminal.show(f"{self._config.recipe} in {self._folder.path}\n{prepared.table}")
-        return prepared
-
-    def set_up(self, prepared: Prepared) -> Trainer:
-        """Join the group, build all parts, load the state and open the records."""
-        config, folder, stop = self._config, self._folder, self._stop
-        resumed_from = prepared.found.path if prepared.found else None
-        # waiting for peers is native code, in which no exception can be raised: exit
-        leaving = stop.exit_on_signal() if self._world.size > 1 else stop.raise_on_signal()
-        with self._saving_failure(), leaving, self.watchdog.allow_pause(groups.RESTORE_S):
-            group = join(config, self._world)
-        if not group.is_main:
-            folder.lock.join_holder()  # rank 0, which has the lock by now
-        group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
-        process = Process(group, self._terminal, make_timer(group.device), self.watchdog, stop)
-        with self._saving_failure():
-            # before any weight exists, all agree on the request, the data and the plan
-            check_same_request(config, group)
-            source = broadcast_source(config, group, prepared.source)
-            job = Job(config, agree_on_plan(config, group, source), source, folder)
-            # rank 0 alone has read the checkpoint; the others get its bytes
-            contents = broadcast_contents(prepared.found, group)
-            job, state = build_state(job, process, prepared.weights, is_resumed=contents is not None)
-            self.watchdog.beat()
-            if contents:
-                resume(state, contents, resumed_from, config, self._terminal.log)
-        if self._is_finished(job, state):
-            group.run_long_task(partial(self._update_mirror, prepared.mirror))
-            return Trainer(job, process, state, Records())
-        # rank 0 tidies the folder, opens the journal and starts the sender; then all agree
-        return Trainer(job, process, state, open_records(job, process, state, resumed_from, prepared.mirror))
-
-    def train(self, trainer: Trainer) -> Evaluation:
-        """Train to the last step; return the evaluation of its model. Record why if that fails."""
-        config, folder = self._config, self._folder
-        process, state, plan = trainer.process, trainer.state, trainer.job.plan
-        group, watchdog, first_step = process.group, self.watchdog, state.step
-        try:
-            data = TrainBatches(trainer.job.source.train, config, plan, group.rank)
+        with saving_failure(config, job.folder, job.request, log):
+            data = TrainBatches(job.source.train, config, plan, group.rank)
             # the loader knows no epochs: it makes the batches from this step's to the last
-            positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
-            watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
+            positions = range(first_step * plan.accumulate, max(first_step, plan.last_step) * plan.accumulate)
+            process.watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
             resident = None
             if not plan.not_resident:  # workers then send only what they drew; the device makes the pixels
                 load = part("resident images")
-                resident = load(data, config, group.device, self._terminal.log, process.asked_to_stop)
+                resident = load(data, config, group.device, log, process.asked_to_stop)
             maker = resident.draws if resident else data
             with closing(batches(maker, positions, plan, pin=group.device.type == "cuda")) as loaded:
                 arrived = to_device(loaded, group.device)
                 return train(trainer, resident.augment(arrived) if resident else arrived)
-        except LoaderError as error:  # known to this process only: the others cannot be told
-            folder.check_ours()
-            save_failure(folder.path, error, self._request)
-            _crash(trainer, error)
-        except RunError as error:  # raised in all processes together, after an exchange of `Group`
-            watchdog.stop()
-            # the modules that raise it do not know the configuration
-            error.remedy = error.remedy.replace("the same command", config.same_command)
-            with self._saving_failure():
-                # `_saving_failure` does it again; here it comes first, so that the mirror gets it
-                save_failure(folder.path, error, self._request)
-                group.run_long_task(partial(_leave, trainer, error))
-                group.shutdown()
-                raise
-        except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
-            is_start = state.step < first_step + _FIRST_STEPS
-            shortage = part("explain shortage")(error, config, plan) if is_start else None
-            if shortage:
-                folder.check_ours()
-                save_failure(folder.path, shortage, self._request)
-            is_secondary = not shortage and groups.is_peer_failure(error)
-            _crash(trainer, shortage or error, is_secondary=is_secondary)
+    except LoaderError as error:  # known to this process only: the others cannot be told
+        _crash(trainer, error)
+    except RunError as error:  # raised in all processes together, after an exchange of `Group`
+        process.watchdog.stop()
+        # the modules that raise it do not know the configuration
+        error.remedy = error.remedy.replace("the same command", config.same_command)
+        group.run_long_task(partial(_leave, trainer, error))
+        group.shutdown()
+        raise
+    except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
+        is_start = state.step < first_step + _FIRST_STEPS
+        shortage = part("explain shortage")(error, config, plan) if is_start else None
+        if shortage:
+            job.folder.check_ours()
+            save_failure(job.folder.path, shortage, job.request)
+        _crash(trainer, shortage or error, is_secondary=not shortage and is_peer_failure(error))
 
-    def finish(self, trainer: Trainer, evaluation: Evaluation) -> str:
-        """Record the end and let the other processes go. Return the result line."""
-        job, state, group = trainer.job, trainer.state, trainer.process.group
-        line = evaluation.done_line(job.plan.epoch_at(state.step), state.receipt_row()["weights"])
-        self.watchdog.stop()
-        end = _end(trainer, "FINISHED", line)
-        try:
-            group.run_long_task(partial(_record_end, trainer, end))
-            group.shutdown()  # after the first exit a launcher kills the rest
-        except RuntimeError as error:
-            # rank 0 has recorded the end by now, whichever rank is lost meanwhile
-            is_recorded = group.is_main and final_status(self._folder.journal) == "FINISHED"
-            if not (is_recorded and groups.is_peer_failure(error)):
-                raise
-            self._terminal.log(
-                "another process was lost after the last step: the run is finished all the same"
-            )
-        for listener in trainer.records.listeners:  # the other ranks leave meanwhile, and free their GPUs
-            listener.closed(end)
-        return line
 
-    def _is_finished(self, job: Job, state: TrainState) -> bool:
-        """Return True, in all processes, if an earlier start finished this run and recorded it."""
-        group, folder = state.strategy.group, self._folder
-        (is_unrecorded,) = group.any_rank(group.is_main and final_status(folder.journal) != "FINISHED")
-        if state.step < job.plan.last_step or not state.is_evaluated or is_unrecorded:
-            return False
-        self._terminal.log(
-            f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}"
-        )
-        if group.is_main:  # the earlier start may have been killed before it wrote the receipt
-            part("receipt")(folder, self._terminal.log).write()
-        return True
-
-    def _update_mirror(self, mirror: Mirror | None) -> None:
-        """Send what an earlier start of a finished run could not send."""
-        if mirror:
-            mirror.start()
-            mirror.close(self._stop.seconds_left)
-
-    @contextmanager
-    def _saving_failure(self) -> Iterator[None]:
-        """Save a permanent failure for the next start of this request, and log what to do then."""
-        try:
-            yield
-        except RunError as error:
-            self._folder.check_ours()
-            if save_failure(self._folder.path, error, self._request):
-                advice = self._folder.advice_after_failure(self._config)
-                self._terminal.log(f"with run.resume=auto this request now fails at once: {advice}")
+def finish(trainer: Trainer, evaluation: Evaluation) -> str:
+    """Record the end and let the other processes go. Return the result line."""
+    job, state, group, terminal = trainer.job, trainer.state, trainer.process.group, trainer.process.terminal
+    line = evaluation.done_line(job.plan.epoch_at(state.step), state.receipt_row()["weights"])
+    trainer.process.watchdog.stop()
+    end = _end(trainer, "FINISHED", line)
+    try:
+        group.run_long_task(partial(_record_end, trainer, end))
+        group.shutdown()  # after the first exit a launcher kills the rest
+    except RuntimeError as error:
+        # rank 0 has recorded the end by now, whichever rank is lost meanwhile
+        is_recorded = group.is_main and final_status(job.folder.journal) == "FINISHED"
+        if not (is_recorded and is_peer_failure(error)):
             raise
+        terminal.log("another process was lost after the last step: the run is finished all the same")
+    for listener in trainer.records.listeners:  # the other ranks leave meanwhile, and free their GPUs
+        listener.closed(end)
+    return line
+
+
+def _is_finished(job: Job, process: Process, state: TrainState) -> bool:
+    """Return True, in all processes, if an earlier start finished this run and recorded it."""
+    group, folder, log = process.group, job.folder, process.terminal.log
+    (is_unrecorded,) = group.any_rank(group.is_main and final_status(folder.journal) != "FINISHED")
+    if state.step < job.plan.last_step or not state.is_evaluated or is_unrecorded:
+        return False
+    log(f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}")
+    if group.is_main:  # the earlier start may have been killed before it wrote the receipt
+        part("receipt")(folder, log).write()
+    return True
+
+
+def _update_mirror(mirror: Mirror | None, process: Process) -> None:
+    """Send what an earlier start of a finished run could not send."""
+    if mirror:
+        mirror.start()
+        mirror.close(process.stop.seconds_left)
 
 
 def _end(trainer: Trainer, status: str, line: str) -> End:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.interface import Settings
+from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
 from pipeline.model.weights import digest_and_checksums, load_weights
 from pipeline.parallel.strategy import Strategy
@@ -42,7 +42,7 @@ class TrainState:
     """Sample id and reason of each training image found undecodable so far."""
 
     @classmethod
-    def build(cls, strategy: Strategy, loss_guard: LossGuard, config: Settings) -> "TrainState":
+    def build(cls, strategy: Strategy, loss_guard: LossGuard, config: Config) -> "TrainState":
         """Return the state before the first step."""
         ema = strategy.make_ema() if config.train.ema is not None else None
         totals = torch.zeros(3, dtype=torch.int64, device=strategy.group.device)

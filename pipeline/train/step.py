@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pipeline.config.interface import Settings
+from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_partners
 from pipeline.model.ema import MovingAverage
@@ -26,7 +26,7 @@ from pipeline.train.state import TrainState
 class Step:
     """The two halves of an update. Between them the processes agree whether it is made."""
 
-    def __init__(self, config: Settings, plan: Plan, state: TrainState, timer: StepTimer) -> None:
+    def __init__(self, config: Config, plan: Plan, state: TrainState, timer: StepTimer) -> None:
         self._config, self._plan, self._state, self._timer = config, plan, state, timer
         self.normalise = Normalise(state.strategy.group.device, channels_last=config.model.channels_last)
         self._average: MovingAverage | None = None

@@ -145,7 +145,7 @@ def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
     assert run.run().code == 0
     run.arguments.pop()
     for instant in range(30):
-        call = ("train.resume.decode_state", "train.resume.find", "train.setup.build")[instant % 3]
+        call = ("operate.resume.decode_state", "operate.start.find", "train.session.build")[instant % 3]
         module, name = call.rpartition(".")[::2]
         run.prelude = (
             f"import os, signal, threading, pipeline.{module} as module\n"

@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.addons.datasets import checksums, pack
+from pipeline.addons.datasets import checksums, pack, sources
 from pipeline.addons.datasets.folders import CACHE
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import check_folder, save_index, scan
-from pipeline.data import sources
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index
 from pipeline.data.interface import Images, UnreadableError
-from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, StorageError, count_of
+from pipeline.errors import RequestError, StorageError, count_of, printable_name
 from pipeline.machine import available_cpus
 
 DARK = 8
@@ -56,17 +54,17 @@ class Findings:
 
     def _look_at(self, images: Images, first: int) -> None:
         """Read, decode and hash the images of a split. first: the position of its image 0."""
-        from pipeline.data.images import BadImageError, Picture  # imports torch
+        from pipeline.addons.datasets.images import Picture  # imports torch
 
         def look(i: int) -> tuple[str, bool, bool]:
             """Return the defect or "", whether the image is turned, and whether it is dark."""
             try:
                 data = images.read(i)
-                picture = Picture.open(data, upright=images.upright)
+                picture = Picture.open(data, upright=self.index.upright)
                 pixels = picture.region(0, 0, picture.height, picture.width).numpy()
                 self.digests[first + i] = np.frombuffer(_sha256(data), np.uint8)
                 return "", picture.orientation != 1, bool(pixels.max() < DARK)
-            except (BadImageError, UnreadableError) as error:
+            except UnreadableError as error:
                 return str(error), False, False
 
         with ThreadPoolExecutor(available_cpus()) as pool:  # decoding releases the interpreter's lock

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
-from pipeline.data.access import is_bucket
 from pipeline.errors import RequestError
+from pipeline.files import is_bucket
 
 
 def add_commands(commands: Commands) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipeline.data.images import BadImageError
+from pipeline.data.interface import UnreadableError
 
 _BITS, _SAMPLE_FORMAT, _UNSIGNED, _SIGNED, _FLOAT = 258, 339, 1, 2, 3
 _LOWEST, _HIGHEST = (340, 280), (341, 281)
@@ -15,7 +15,7 @@ _FULL, _12_BIT = 65535, 4095
 def grey(image: Image.Image, *, checks_range: bool) -> NDArray[np.uint8]:
     """Return the pixels of an image in grey, [H, W].
 
-    checks_range: see `images.decode`, `upright`. Raises BadImageError if the range is not known.
+    checks_range: see `images.decode`, `upright`. Raises UnreadableError if the range is not known.
     """
     low, high = _range(image) if checks_range else (0, _FULL)
     if (low, high) != (0, _FULL):
@@ -30,20 +30,20 @@ def grey(image: Image.Image, *, checks_range: bool) -> NDArray[np.uint8]:
 
 
 def check_colour(pixels: NDArray[np.uint8]) -> None:
-    """Raise BadImageError if these upper 8 bits of 16 are nearly black."""
+    """Raise UnreadableError if these upper 8 bits of 16 are nearly black."""
     _check_is_bright(int(pixels.max()) << 8)
 
 
 def _check_is_bright(highest: int) -> None:
     if 0 < highest <= _12_BIT:
-        raise BadImageError(
+        raise UnreadableError(
             f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black: if they are 12-bit"
             " values, multiply them by 16"
         )
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
-    """Return the values of black and white. Raises BadImageError if the file does not give them."""
+    """Return the values of black and white. UnreadableError if the file gives none."""
     # PNG has 16 bits; Pillow scales the values of PPM to them
     if image.format != "TIFF" and image.mode != "F":
         return 0, _FULL
@@ -55,7 +55,7 @@ def _range(image: Image.Image) -> tuple[float, float]:
     if kind in (_SIGNED, _FLOAT) or bits > 16:
         if low < high:
             return float(low), float(high)
-        raise BadImageError(
+        raise UnreadableError(
             f"{bits}-bit {'float' if kind == _FLOAT else 'integer'} pixels, and no TIFF tag SMaxSampleValue"
             " says which value is white: save it with 8 bits, or with 16 bits and no sign"
         )
@@ -66,7 +66,7 @@ def _range(image: Image.Image) -> tuple[float, float]:
 def _scaled(wide: NDArray[np.float32], low: float, high: float) -> NDArray[np.uint8]:
     """Return pixels from `low` (black) to `high` (white) as uint8; changes `wide`."""
     if not (low <= wide.min() and wide.max() <= high):  # also if one is not a number
-        raise BadImageError(f"it has pixels outside of the range {low:g} to {high:g} that its tags give")
+        raise UnreadableError(f"it has pixels outside of the range {low:g} to {high:g} that its tags give")
     wide -= low
     wide *= 255 / (high - low)
     wide += 0.5

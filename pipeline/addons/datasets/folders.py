@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.data import access, names
-from pipeline.data.index import MISSING, Index, describe_ignored
+from pipeline.addons.datasets import file_errors, names
+from pipeline.addons.datasets.index import MISSING, Index, describe_ignored
+from pipeline.addons.datasets.names import normal_path
 from pipeline.data.interface import OutageError
-from pipeline.data.names import normal_path, printable_name
-from pipeline.errors import RequestError, list_first
+from pipeline.errors import RequestError, list_first, printable_name
 
 CACHE = ".pipeline-index"
 """The folder of a data set that keeps its index."""
@@ -45,10 +45,10 @@ class Walk:
             yield
         except OSError as error:
             path = error.filename or self._root  # an error in the middle of a listing names no file
-            access.raise_if_outage(path, error)
+            file_errors.raise_if_outage(path, error)
             name = printable_name(os.fsencode(path))
             problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
-            raise RequestError(problem, access.PLACE_OF_DATA) from None
+            raise RequestError(problem, file_errors.PLACE_OF_DATA) from None
 
     def classes(self, parent: str) -> dict[str, bytes]:
         """Return the folders in `parent`, a name below the root, by their classes."""
@@ -129,7 +129,7 @@ def _size(entry: os.DirEntry[bytes]) -> int:
     try:
         return entry.stat().st_size
     except OSError as error:
-        failure = access.read_error(entry.path, error)
+        failure = file_errors.read_error(entry.path, error)
         if isinstance(failure, OutageError):
             raise failure from None
         return MISSING

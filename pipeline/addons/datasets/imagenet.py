@@ -23,11 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.access import outage_error
-from pipeline.data.index import Index, Split, SplitImages
-from pipeline.data.names import printable_name
-from pipeline.data.sources import Source
-from pipeline.errors import RequestError, list_first
+from pipeline.addons.datasets.file_errors import outage_error
+from pipeline.addons.datasets.index import Index, Split, SplitImages
+from pipeline.data.interface import Source
+from pipeline.errors import RequestError, list_first, printable_name
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"

@@ -1,8 +1,7 @@
 """Lossless recoding of a JPEG with restart markers, so that a crop decodes only its part.
 
 Promise: no coefficient changes, so any decoder makes the same pixels. jpegtran, a program of
-libjpeg-turbo, makes the Huffman tables and the entropy-coded bytes; the header is written here,
-from that of the source.
+libjpeg-turbo, writes the file; here it gets one segment more, a table of the restart intervals.
 
 Promise: `part` of such a file decodes to exactly the pixels that the whole file has there. A
 decoder resets its state at a restart marker, so the segments between markers can be taken out and
@@ -18,7 +17,7 @@ import subprocess
 import numpy as np
 from PIL import Image
 
-from pipeline.data import jpeg
+from pipeline.addons.datasets import jpeg
 from pipeline.errors import RequestError, StorageError
 
 BLOCK = 8
@@ -29,8 +28,7 @@ For each restart interval, its length in bytes follows, in two bytes.
 """
 _MARKER_BYTES = 2
 _MARKS = (0xE0, 0xEE)  # JFIF's, and Adobe's, which says how colours are coded
-_TABLES_AND_FRAME = (0xDB, *jpeg.SEQUENTIAL)  # of quantisation
-_MAX_BYTES = 8 << 20  # as in version 0.2, so that a pack has the same bytes
+_EOI = bytes((0xFF, jpeg.EOI))
 _TIMEOUT_S = 60
 _MAX_MEMORY = "512M"  # of coefficients: the 80 megapixels that are decoded at most
 # pixels per restart interval, at most; 84: 4 % slower, 0.7 % smaller; 42: 2 % faster, 1.7 % larger
@@ -43,17 +41,15 @@ _INSTALL = (
 def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
     """Return the same image for `part` to crop; None if jpegtran cannot make it.
 
-    That is if it is not a sequential JPEG of one scan, has restart markers already, or is damaged.
-    orientation: the only metadata that is written, as Exif data, unless it is 1.
+    That is if it is not a sequential JPEG, or is damaged. orientation: the only metadata that is
+    written, as Exif data, unless it is 1.
     """
     frame = jpeg.frame(data)
-    if not frame or not frame.is_sequential or len(data) > _MAX_BYTES:
+    if not frame or not frame.is_sequential:
         return None
-    segments = [(marker, data[start:end]) for marker, start, end in jpeg.header(data)]
-    has_restarts = any(marker == jpeg.DRI and any(segment[4:]) for marker, segment in segments)
     count = data[frame.position + 4]
     mcu = _mcu(data[frame.position + 6 : frame.position + 6 + 3 * count : 3])
-    if has_restarts or not all(mcu) or segments[-1][1][4:5] != bytes((count,)):  # it has several scans
+    if not all(mcu):
         return None
     down, across = -(-frame.height // mcu[0]), -(-frame.width // mcu[1])
     interval = _interval(across, mcu[1])
@@ -61,7 +57,7 @@ def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
     recoded = jpeg.frame(made)
     if not recoded or not recoded.is_sequential:
         return None
-    scans = re.split(rb"\xff[\xd0-\xd7]", made[recoded.scan : -len(b"\xff\xd9")])
+    scans = re.split(rb"\xff[\xd0-\xd7]", made[recoded.scan : -len(_EOI)])
     if len(scans) != down * across // interval:
         return None
     try:
@@ -69,20 +65,8 @@ def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
         cuts = _segment(jpeg.CUTS, jpeg.CUTS_NAME + CUTS_HEAD.pack(interval, *mcu) + lengths)
     except struct.error:  # too large for our table
         return None
-    parts = [
-        b"\xff\xd8",
-        *(segment for marker, segment in segments if marker in _MARKS),
-        _exif(orientation) if orientation != 1 else b"",
-        cuts,
-        *(segment for marker, segment in segments if marker in _TABLES_AND_FRAME),
-        _segment(jpeg.DHT, b"".join(sorted(_huffman_tables(made)))),
-        _segment(jpeg.DRI, interval.to_bytes(2)),
-        *(made[start:end] for marker, start, end in jpeg.header(made) if marker == jpeg.SOS),
-    ]
-    for number, scan in enumerate(scans):
-        parts += [scan, bytes((0xFF, 0xD0 + number % 8))]
-    parts[-1] = bytes((0xFF, jpeg.EOI))
-    return b"".join(parts)
+    start = next(start for marker, start, _ in jpeg.header(made) if marker not in _MARKS)
+    return made[:start] + (_exif(orientation) if orientation != 1 else b"") + cuts + made[start:]
 
 
 def check_jpegtran() -> None:
@@ -111,18 +95,6 @@ def _run_jpegtran(data: bytes, interval: int) -> bytes:
     except OSError as error:
         raise StorageError(start_failure("jpegtran", error, "give fewer --workers")) from None
     return b"" if done.returncode else done.stdout
-
-
-def _huffman_tables(data: bytes) -> list[bytes]:
-    """Return each table: its name in a byte, the number of codes of each length, and symbols."""
-    tables = []
-    for marker, start, end in jpeg.header(data):
-        at = start + 4
-        while marker == jpeg.DHT and at < end:
-            size = 17 + sum(data[at + 1 : at + 17])
-            tables.append(data[at : at + size])
-            at += size
-    return tables
 
 
 def _mcu(sampling: bytes) -> tuple[int, int]:

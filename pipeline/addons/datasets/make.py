@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.addons.datasets import synthetic
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import SplitImages
 from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.store.bucket import Store
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import SplitImages
 from pipeline.data.interface import Images, UnreadableError
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.addons.datasets import file_errors
 from pipeline.addons.datasets.checksums import digest_of_sums, read_sums
 from pipeline.addons.datasets.folders import (
     CACHE,
@@ -24,17 +25,16 @@ from pipeline.addons.datasets.folders import (
     escaped_name,
     left_out,
 )
-from pipeline.data import access
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.names import class_of
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index, Split
+from pipeline.addons.datasets.names import class_of
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.streams import log
 
 SPLITS = ("train", "val")
 _CACHED = ".3.index"
-"""End of a cached index's name. Up to version 0.2 it was .index, and hidden files were images."""
+"""End of a cached index's name. In version 0.2 hidden files were images, and it was .index."""
 _MAKE = {
     "imagenet": "import imagenet ARCHIVES", "imagenette": "get imagenette", "cifar10": "get cifar10",
 }  # fmt: skip
@@ -45,17 +45,17 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     """Return the index of `root` from its cache if that is still current; else scan and cache it.
 
     The cache is in `root`, or in the folder `spare` if `root` is read-only. A cached index is
-    current as long as no folder below `root` changed, so no file was added or removed; with
-    `check_sizes` the size of every file is compared too. Raises RequestError if the layout is
-    wrong.
+    current as long as no folder below `root` changed, so no file was added or removed.
+    check_sizes: look at every file, since one may have another size. Raises RequestError if the
+    layout is wrong.
     """
     make = f"pipeline data {_MAKE.get(root.name, 'make synthetic')} {shlex.quote(str(root))}"
     remedy = "give a folder with train/ and val/ in it, each with one folder per class, with data.root=FOLDER"
     if not os.path.exists(root):
         remedy += f", or make one with '{make}'"
     check_folder(root, f"data.root={root}", remedy)
-    for cached in _cached(root, spare, _CACHED):
-        if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
+    for cached in () if check_sizes else _cached(root, spare):
+        if cached.hold_out == hold_out and _is_current(cached, root):
             return cached
     index = scan(root, hold_out)
     save_index(index, root / CACHE, spare)
@@ -79,15 +79,15 @@ def save_index(index: Index, *folders: Path) -> None:
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
     """Return the index that had this digest if it is still cached, to say what changed since."""
-    return next((index for index in _cached(root, spare, ".index") if index.digest == digest), None)
+    return next((index for index in _cached(root, spare) if index.digest == digest), None)
 
 
-def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
-    """Yield the indices in files that end in `suffix`, newest first, without the damaged ones."""
-    paths = [path for folder in (root / CACHE, spare) for path in folder.glob(f"*{suffix}")]
+def _cached(root: Path, spare: Path) -> Iterator[Index]:
+    """Yield the cached indices, newest first, without the damaged ones."""
+    paths = [path for folder in (root / CACHE, spare) for path in folder.glob(f"*{_CACHED}")]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
-            with open(path, "rb", opener=access.open_regular) as file:
+            with open(path, "rb", opener=file_errors.open_regular) as file:
                 index = Index.from_bytes(np.memmap(file, np.uint8, "r"))
             is_valid = all(split.is_valid(len(index.classes)) for split in (index.train, index.val))
         except (OSError, ValueError):
@@ -96,29 +96,22 @@ def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
             yield index
 
 
-def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
+def _is_current(index: Index, root: Path) -> bool:
     with suppress(OSError):
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
         if SPLITS[0] not in index.folders and tuple(Walk(root).classes("")) != index.classes:
             return False
-        sizes_match = (
-            _sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val)
-        )
-        return digest_of_sums(root) == index.sums and all(sizes_match)
+        # no folder's time changes if the target of a link comes back
+        links = [
+            split.name(i)
+            for split in (index.train, index.val)
+            for i in np.flatnonzero(split.sizes < 0).tolist()
+        ]
+        is_back = any(os.path.exists(os.path.join(os.fsencode(root), name)) for name in links)
+        return not is_back and digest_of_sums(root) == index.sums
     return False
-
-
-def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
-    # missing files are always checked: no folder's time changes if the target of a link comes back
-    for i in range(len(split)) if check_all else np.flatnonzero(split.sizes == MISSING).tolist():
-        size = MISSING
-        with suppress(OSError):
-            size = os.stat(os.path.join(base, split.name(i))).st_size
-        if size != split.sizes[i]:
-            return False
-    return True
 
 
 def scan(root: Path, hold_out: HoldOut) -> Index:
@@ -155,12 +148,12 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
 
 
 def scan_validation(
-    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None, ignored: Counter[str] | None = None
-) -> Split:
+    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None
+) -> tuple[Split, Counter[str]]:
     """Return the images to evaluate a model on, labelled as a model of `classes` counts.
 
     They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
-    may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
+    may be missing or empty. Returns also what is left out. Raises RequestError if a
     folder is not a class of the model, or if there is no image.
     """
     walk = Walk(root)
@@ -177,8 +170,6 @@ def scan_validation(
             for name, folder in folders.items()
             for file, size in walk.images(os.path.join(parent.encode(), folder))
         ]
-    if ignored is not None:
-        ignored.update(walk.ignored)
     if hold_out and not parent:
         chosen = hold_out.chosen((name, label) for name, _, label in entries)
         entries = [entry for entry in entries if entry[0] in chosen]
@@ -186,7 +177,7 @@ def scan_validation(
         raise RequestError(
             f"data.root={root} holds no image to evaluate the model on{left_out(walk.ignored)}"
         )
-    return Split.from_entries(entries)
+    return Split.from_entries(entries), walk.ignored
 
 
 def check_has_validation(index: Index, root: str | Path) -> None:
@@ -206,5 +197,5 @@ def check_folder(root: Path, given: str, remedy: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(f"{given} is not a folder", remedy) from None
     except OSError as error:
-        access.raise_if_outage(root, error)
+        file_errors.raise_if_outage(root, error)
         raise RequestError(f"{given} cannot be read: {error.strerror}") from None

@@ -28,16 +28,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.addons.datasets import file_errors
+from pipeline.addons.datasets.index import Index, SplitImages
 from pipeline.addons.store.bucket import MissingError, Store
-from pipeline.data import access
-from pipeline.data.index import Index, SplitImages
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError, one_line
 from pipeline.files import parse_json
 
 FORMAT = 2
 """The format of new packs. In format 1, of version 0.2, no image is turned upright."""
-SUMMARY = access.PACK_FILE
+SUMMARY = "pack.json"
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
@@ -102,7 +102,7 @@ class PackImages(SplitImages):
             if shard in self._descriptors:
                 with suppress(OSError):
                     os.close(self._descriptors.pop(shard))  # a stale handle stays stale
-            raise access.outage_error(path, error) from None
+            raise file_errors.outage_error(path, error) from None
         if len(data) != size or zlib.crc32(data) != crc:
             raise UnreadableError(f"{path.name} has changed at byte {offset:,} since it was packed")
         return file_or_pixels(data)
@@ -168,7 +168,7 @@ def _read_index(root: Path | Store, digest: str) -> Index:
         except (MissingError, ValueError) as error:
             problem = error
         except OSError as error:
-            access.raise_if_outage(Path(str(root), INDEX), error)
+            file_errors.raise_if_outage(Path(str(root), INDEX), error)
             problem = error
     raise _damaged(root, f"{INDEX} cannot be read ({problem})")
 
@@ -178,7 +178,7 @@ def _read(root: Path | Store, name: str) -> Any:
     limit = _MAX_BYTES[name]
     if isinstance(root, Store):
         return root.read(name, limit)
-    with open(root / name, "rb", opener=access.open_regular) as file:
+    with open(root / name, "rb", opener=file_errors.open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"it has {size:,} bytes, more than the {limit:,} allowed")
@@ -196,7 +196,7 @@ def _shard_sizes(root: Path | Store, summary: dict[str, Any]) -> dict[str, int]:
             if stat.S_ISREG(status.st_mode):  # a named pipe would never end
                 sizes[shard["name"]] = status.st_size
         except OSError as error:
-            access.raise_if_outage(root / shard["name"], error)
+            file_errors.raise_if_outage(root / shard["name"], error)
     return sizes
 
 
@@ -218,9 +218,9 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
         problem = f"data.root={root} holds no complete pack ({SUMMARY} is missing)"
         raise RequestError(problem, _how_to_make(root)) from None
     except OSError as error:
-        access.raise_if_outage(Path(str(root), SUMMARY), error)
+        file_errors.raise_if_outage(Path(str(root), SUMMARY), error)
         problem = f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}"
-        raise RequestError(problem, access.PLACE_OF_DATA) from None
+        raise RequestError(problem, file_errors.PLACE_OF_DATA) from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
 
@@ -228,7 +228,7 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
 def _how_to_make(root: Path | Store) -> str:
     """Return the advice for a place that holds no complete pack: a command that works there."""
     source, out = "SRC", shlex.quote(str(root))
-    if isinstance(root, Path) and access.is_non_empty_folder(root) and not (root / REQUEST).exists():
+    if isinstance(root, Path) and file_errors.is_non_empty_folder(root) and not (root / REQUEST).exists():
         source, out = out, shlex.quote(str(root.with_name(f"{root.name}-pack")))
     make = f"make one with 'pipeline data pack {source} {out}'"
     return f"give its place with data.root=FOLDER, or {make} and give data.root={out}"
@@ -245,7 +245,7 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
                         f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}",
                     )
         except OSError as error:
-            raise access.outage_error(root / shard["name"], error) from None
+            raise file_errors.outage_error(root / shard["name"], error) from None
 
 
 def _damaged(root: Path | Store, what: str) -> RequestError:

@@ -1,19 +1,40 @@
-"""The place of a run's data: it is there, and the run's folder is not in it."""
+"""Opening the data of a run: it is where it was, and the run's folder is not in it."""
 
 import os
 import unicodedata
 from pathlib import Path
 
+from pipeline.addons.datasets.file_errors import is_non_empty_folder
+from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import find_cached_index
+from pipeline.addons.datasets.sources import data_root, open_source
 from pipeline.config.schema import Config
-from pipeline.data.access import is_bucket, is_non_empty_folder
-from pipeline.data.index import Index
-from pipeline.data.names import printable_name
-from pipeline.data.sources import Source, data_root
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.data.interface import Source
+from pipeline.errors import RequestError, TemporaryError, printable_name
+from pipeline.files import is_bucket
+from pipeline.operate.request import previous_config
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import last_event
 
 
-def check_run_is_outside(config: Config, source: Source) -> None:
+def open_data(config: Config, folder: RunFolder) -> Source:
+    """Open the data and return it; make the digits if they are missing.
+
+    Raises TemporaryError if data.root or a folder of images in it is missing, or empty like a
+    volume that is not mounted, but an earlier start of this run had it; OutageError, a
+    TemporaryError, if a bucket does not answer.
+    """
+    has_journal = os.path.exists(folder.journal)  # a path may be too long to look up
+    start = last_event(folder.journal, "started") if has_journal else {}
+    was_started = bool(start) or folder.has_checkpoints()
+    if was_started:
+        _check_is_there(config, previous_config(folder), start.get("tags", {}).get("data"))
+    source = open_source(config, check_sizes=was_started)
+    _check_run_is_outside(config, source)
+    return source
+
+
+def _check_run_is_outside(config: Config, source: Source) -> None:
     """Raise RequestError if run.dir is among the images: a scan would take it for a class."""
     if source.index and source.index.folders:
         root = data_root(config)
@@ -25,7 +46,7 @@ def check_run_is_outside(config: Config, source: Source) -> None:
             raise RequestError(problem, "give a folder outside of them")
 
 
-def check_is_there(config: Config, before: Config | None, digest: str | None) -> None:
+def _check_is_there(config: Config, before: Config | None, digest: str | None) -> None:
     """Raise TemporaryError if data.root, or a folder of the data with this digest, is away.
 
     before: the configuration of the last start.

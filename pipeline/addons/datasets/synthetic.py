@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data import interface
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
 from pipeline.plan import DataSize
@@ -28,7 +30,6 @@ class SyntheticImages:
     count: int
     num_classes: int
     side: int
-    upright: bool = True
 
     def __len__(self) -> int:
         return self.count
@@ -36,18 +37,20 @@ class SyntheticImages:
     def name(self, i: int) -> str:
         return f"synthetic/{self.split}/{i}"
 
-    @property
+    @cached_property
     def labels(self) -> NDArray[np.int32]:
         return np.arange(self.count, dtype=np.int32) % np.int32(self.num_classes)
-
-    def label(self, i: int) -> int:
-        return i % self.num_classes
 
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare nothing."""
 
+    def open(self, i: int) -> interface.Picture:
+        from pipeline.addons.datasets.images import Picture  # imports torch
+
+        return Picture.open(self.read(i))
+
     def read(self, i: int) -> NDArray[np.uint8]:
-        coarse = np.random.Generator(np.random.Philox(derive(0, "pattern", self.label(i))))
+        coarse = np.random.Generator(np.random.Philox(derive(0, "pattern", i % self.num_classes)))
         fine = np.random.Generator(np.random.Philox(derive(0, "noise", self.split, i)))
         cell = -(-self.side // 4)
         pattern = coarse.integers(0, 192, (3, 4, 4), np.uint8).repeat(cell, 1).repeat(cell, 2)
@@ -96,7 +99,7 @@ def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> 
     with _atomic_folder(root) as folder:
         for images in synthetic_images(num_images, num_classes, side):
             for i in range(len(images)):
-                name = folder / images.split / f"class-{images.label(i):04d}" / f"{i:07d}.jpg"
+                name = folder / images.split / f"class-{images.labels[i]:04d}" / f"{i:07d}.jpg"
                 save(name, images.read(i).transpose(1, 2, 0), quality=95)
 
 

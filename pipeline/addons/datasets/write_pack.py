@@ -31,19 +31,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.addons.datasets import jpeg_restarts
+from pipeline.addons.datasets import jpeg_restarts, sources
 from pipeline.addons.datasets import pack as reading
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.images import Picture, decode
+from pipeline.addons.datasets.index import MISSING, Index, Split, describe_ignored
 from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.datasets.pack import FORMAT, INDEX, NPY_MAGIC, REQUEST, SUMMARY, Level
 from pipeline.addons.datasets.pack_target import Target, open_target
 from pipeline.addons.store.bucket import Store
-from pipeline.data import sources
 from pipeline.data.augment import resize_image
-from pipeline.data.holdout import HoldOut
-from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split, describe_ignored
-from pipeline.data.interface import UnreadableError
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source, UnreadableError
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus
@@ -206,7 +204,7 @@ def _make_shard(shard: Shard) -> None:
     assert source.index
     is_train = shard.split == "train"
     images, split = (source.train, source.index.train) if is_train else (source.val, source.index.val)
-    sizes, places, bad, unchanged, difference = [], [], [], 0, 0.0
+    sizes, places, bad, difference = [], [], [], 0.0
     with target.create(shard.name) as file:
         # a bad image keeps its place in the index, so that sample ids are those of the folder
         for i in range(shard.first, shard.last):
@@ -221,10 +219,9 @@ def _make_shard(shard: Shard) -> None:
                 places.append((shard.number, 0, 0))
                 continue
             try:
-                data, is_unchanged, image_difference = encode(data, level)
+                data, image_difference = encode(data, level)
                 difference += image_difference
-                unchanged += int(is_unchanged)
-            except BadImageError as error:
+            except UnreadableError as error:
                 bad.append([images.name(i), str(error)])
             name = split.name(i).decode("utf-8", "surrogateescape")
             member = tarfile.TarInfo(f"{name}.npy" if level.raw else name)
@@ -239,7 +236,7 @@ def _make_shard(shard: Shard) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     metadata = {
         "name": shard.name, "images": shard.num_images, "bytes": total, "sha256": digest, "bad": bad,
-        "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
+        "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
     target.write(shard.metadata_name, json.dumps(metadata).encode())
 
@@ -272,7 +269,6 @@ def _write_index_and_summary(
     summary = {
         **request, "index": index.digest, "images": {"train": len(train), "val": len(val)},
         "source_bytes": _num_bytes(source), "bytes": _num_bytes(index),
-        "unchanged": sum(metadata["unchanged"] for metadata in made),
         "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
         "shards": [{key: shard[key] for key in ("name", "images", "bytes", "sha256")} for shard in made],
     }  # fmt: skip
@@ -292,11 +288,10 @@ def _describe(out: Path | Store) -> str:
     )
 
 
-def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
-    """Return a file as it is packed at this level. Raises BadImageError if it cannot be decoded.
+def encode(data: bytes, level: Level) -> tuple[bytes, float]:
+    """Return a file as it is packed at this level. Raises UnreadableError if it cannot be decoded.
 
-    The flag is True if these are the bytes of the source; the number is the mean absolute
-    difference of the pixels to the source, of 255.
+    The number is the mean absolute difference of the pixels to the source, of 255.
     """
     picture = Picture.open(data)
     pixels = picture.region(0, 0, picture.height, picture.width)
@@ -304,16 +299,15 @@ def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
     if level.raw:
         small = _downscale(pixels, level.raw / min(pixels.shape[1:]))
         np.save(buffer, small.permute(1, 2, 0).contiguous().numpy(), allow_pickle=False)
-        return buffer.getvalue(), False, _mean_difference(pixels, small)
+        return buffer.getvalue(), _mean_difference(pixels, small)
     if level.max_side and level.quality:
         small = _downscale(pixels, level.max_side / max(pixels.shape[1:]))
         Image.fromarray(small.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=level.quality)
         jpeg = buffer.getvalue()
         if len(jpeg) < len(data) or small is not pixels:  # else a loss of quality would save nothing
             made = _with_restarts(jpeg, decode(jpeg))
-            return made, False, _mean_difference(pixels, decode(made))
-    made = _with_restarts(data, pixels, picture.orientation)
-    return made, made is data, 0.0
+            return made, _mean_difference(pixels, decode(made))
+    return _with_restarts(data, pixels, picture.orientation), 0.0
 
 
 def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
@@ -330,7 +324,7 @@ def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
         # five times as fast as torch.equal
         if all(np.array_equal(first.numpy(), second.numpy()) for first, second in pairs):
             return made
-    except BadImageError:
+    except UnreadableError:
         pass
     return data
 

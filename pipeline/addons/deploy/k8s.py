@@ -9,6 +9,7 @@ are applied.
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_network
 from pathlib import Path
@@ -17,15 +18,16 @@ from urllib.parse import urlsplit
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipeline.addons.datasets.sources import data_size
 from pipeline.addons.deploy import node
 from pipeline.addons.deploy.options import RenderOptions
+from pipeline.addons.models.inputs import target_of
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
-from pipeline.config.load import from_yaml, load, recipe_text
+from pipeline.config.load import from_yaml, load, parse_yaml, read_recipe
 from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
-from pipeline.data.sources import DIGITS_SIZE, open_source
 from pipeline.errors import RequestError, StorageError
-from pipeline.files import FULL, atomic_write, target_of
+from pipeline.files import FULL, atomic_write
 from pipeline.planning import divide_batch, make_plan
 from pipeline.world import World
 
@@ -201,7 +203,7 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
         divide_batch(config, world.size)
         check_model_exists(config, num_classes=1000)
         return
-    size = DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
+    size = data_size(config)
     plan = make_plan(config, world, size)
     check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
     if plan.prefetch_bytes > _bytes(_memory_of(request)):
@@ -239,9 +241,20 @@ def _store_values(request: RenderOptions) -> dict[str, object]:
     return {"store_port": port, "store_namespace": namespace, "store_addresses": addresses}
 
 
+def _recipe_text(recipe: str) -> tuple[str, str]:
+    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it."""
+    path, text = read_recipe(recipe)
+    tree = {"recipe": path.stem, **parse_yaml(text, str(path))}
+    with suppress(RequestError):
+        named = f"recipe: {path.stem}\n{text}"  # keeps the comments; not valid above `---` or `{…}`
+        if parse_yaml(named, "") == tree:
+            return path.stem, named
+    return tree["recipe"], yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
 def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
-    name, text = recipe_text(request.recipe)
+    name, text = _recipe_text(request.recipe)
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
-from pipeline.planning import divisors
+from pipeline.planning import divide_batch
 
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their host names."""
@@ -52,8 +52,16 @@ def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) ->
 
     Raises RequestError if there is none. nproc: processes of a node.
     """
-    sizes = range(min_nodes * nproc, max_nodes * nproc + 1, nproc)
-    return tuple(size // nproc for size in divisors(config, sizes))
+    found, error = [], None
+    for nodes in range(min_nodes, max_nodes + 1):
+        try:
+            divide_batch(config, nodes * nproc)
+            found.append(nodes)
+        except RequestError as refused:
+            error = refused
+    if error and not found:
+        raise error
+    return tuple(found)
 
 
 def environment(

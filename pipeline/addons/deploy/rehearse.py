@@ -246,7 +246,7 @@ class Cluster:
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
                 volumes=volumes, read_only=True,
                 # it gets the mode of the image's folder, whose owner is the image's user
-                tmpfs={"/tmp": "size=8g", "/cache": "size=8g,exec,uid=10001,gid=10001"},
+                tmpfs={"/tmp": "size=8g", "/cache": "size=8g,exec,mode=1777"},
                 shm_size="1g",
                 mem_limit=f"{node_settings.memory_gib(options.gpus, options.nproc)}g", pids_limit=32768,
                 cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,

@@ -16,8 +16,7 @@ from typing import Any
 from pipeline.addons.mlflow.connection import check_artifact_host
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
-from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.errors import RequestError, TemporaryError, printable_name
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 

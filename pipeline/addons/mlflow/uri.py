@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 from pipeline.config.credentials import show, split_credentials
 from pipeline.config.schema import Config
 from pipeline.config.values import expand_home
-from pipeline.data.names import printable_name
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, printable_name
 from pipeline.record.folder import RunFolder
 
 _HTTP = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#]\S*)?"

@@ -1,13 +1,35 @@
-"""The commands predict and export."""
+"""The commands evaluate, predict and export."""
 
 import argparse
 from pathlib import Path
 
-from pipeline.cli import arguments
-from pipeline.cli.arguments import Commands, add_command, add_overrides, add_trust, path_or_uri
+from pipeline.cli.arguments import (
+    Commands,
+    Parser,
+    add_command,
+    add_nproc,
+    add_overrides,
+    add_trust,
+    path,
+    path_or_uri,
+)
+
+_TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 
 def add_commands(commands: Commands) -> None:
+    parser = add_command(
+        commands, "evaluate", _evaluate, "evaluate a checkpoint on all validation images",
+        "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every"
+        " image counts exactly once, at any number of processes.",
+        "pipeline evaluate runs/digits", "pipeline evaluate runs/digits --best --nproc 2",
+    )  # fmt: skip
+    parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
+    add_overrides(parser)
+    _add_best(parser)
+    add_trust(parser)
+    add_nproc(parser)
+
     parser = add_command(
         commands, "predict", _predict, "classify images: the five likeliest classes and their probabilities",
         "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
@@ -19,7 +41,7 @@ def add_commands(commands: Commands) -> None:
     add = parser.add_argument
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
     add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
-    arguments.add_best(parser)
+    _add_best(parser)
     add_trust(parser)
     add("--json", action="store_true", help="print JSON")
 
@@ -30,31 +52,49 @@ def add_commands(commands: Commands) -> None:
         "pipeline export runs/digits --best --to onnx",
     )  # fmt: skip
     add = parser.add_argument
-    add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=arguments.TARGET_HELP)
+    add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
-    arguments.add_best(parser)
+    _add_best(parser)
     add_trust(parser)
     formats = ("torch.export", "onnx", "safetensors")
     add("--to", required=True, choices=formats, help="format of the exported file")
-    add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
+    add("--out", type=path, metavar="FILE", help="write to this file instead")
+
+
+def _add_best(parser: Parser) -> None:
+    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
+    parser.add_argument("--best", action="store_true", help=help)
+
+
+def _target_of(options: argparse.Namespace) -> str:
+    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
+    from pipeline.addons.models.best import best_checkpoint
+
+    return str(best_checkpoint(options.target) if options.best else options.target)
+
+
+def _evaluate(options: argparse.Namespace) -> str | int:
+    from pipeline.addons.models.evaluate import evaluate
+
+    return evaluate(_target_of(options), options.overrides, options.nproc)
 
 
 def _predict(options: argparse.Namespace) -> str:
     from pipeline.addons.models import inputs
 
     inputs.check_model(options.target)
-    for path in options.images:
-        inputs.check_exists(path, "give image files, or folders with images")
+    for image in options.images:
+        inputs.check_exists(image, "give image files, or folders with images")
 
     from pipeline.addons.models import predict
 
-    return predict.predict(arguments.target_of(options), options.images, as_json=options.json)
+    return predict.predict(_target_of(options), options.images, as_json=options.json)
 
 
 def _export(options: argparse.Namespace) -> str:
     from pipeline.addons.models import inputs
 
-    target = Path(arguments.target_of(options))
+    target = Path(_target_of(options))
     inputs.check_target(target)
     inputs.check_output(options.out)
 

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.addons.datasets.residence import validation_bytes
+from pipeline.addons.datasets.resident_limits import validation_bytes
 from pipeline.addons.report.predictions import Predictions
 from pipeline.config.schema import Config
-from pipeline.data.access import BadImage
 from pipeline.data.augment import evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.interface import Images
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.transfer import to_device
+from pipeline.errors import BadImage
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast

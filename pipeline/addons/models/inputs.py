@@ -1,14 +1,19 @@
 """Checks of what a command reads and writes, before it imports torch."""
 
+import errno
 import os
 import re
+import stat
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.access import storage_outage
-from pipeline.errors import RequestError
-from pipeline.files import target_of
+from pipeline.config.credentials import show
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError, storage_outage
 
+MODEL_URI_PREFIX = "models:/"
+"""Prefix of a model's URI in MLflow's registry."""
 _MODEL_URI = re.escape(MODEL_URI_PREFIX) + r"[^/@]+([@/][^/@]+)?"
 _TARGET = "give a run's folder or a file step-….pt"
 
@@ -58,3 +63,33 @@ def check_output(file: Path | None) -> None:
     except OSError as error:
         problem = f"--out {file} cannot be written: {error.strerror}"
         raise RequestError(problem, "give the name of a new file") from None
+
+
+def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
+    """Return the configuration in the checkpoint `path`, and the same with overrides on top.
+
+    Another data.source takes no data.root and no data.cache from the training. Raises RequestError
+    if the overrides change the model.
+    """
+    trained = from_yaml(text, path)
+    sources = [word for word in overrides if word.startswith("data.source=")]
+    if sources and sources[-1] != f"data.source={trained.data.source}":
+        overrides = ["data.root=auto", "data.cache=none", *overrides]
+    now = from_yaml(text, path, overrides)
+    before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
+    changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
+    if changed:
+        problem = f"{', '.join(changed)} cannot be set, because {path} fixes the model"
+        raise RequestError(problem, "leave model.* out")
+    return trained, now
+
+
+def target_of(path: Path) -> Path:
+    """Return the file that replaces what a user named: `path`, or the target of a link there.
+
+    Raises OSError for a device, a named pipe and so on, which are there to be written to.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return Path(os.path.realpath(path))

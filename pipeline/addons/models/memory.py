@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from pipeline.addons.datasets.residence import resident_bytes
+from pipeline.addons.datasets.resident_limits import resident_bytes
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, one_line
 from pipeline.group import Group

@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from pipeline import supervision
+from pipeline import launcher
+from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
+from pipeline.addons.datasets.names import HIDDEN, is_hidden, is_image, why_ignored
+from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.exported_model import ExportedModel
+from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.config.load import from_yaml
-from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.index import MISSING, Split, describe_ignored
 from pipeline.data.loader import EvalBatches, batches
-from pipeline.data.names import HIDDEN, is_hidden, is_image, printable_name, why_ignored
-from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
-from pipeline.errors import NotFiniteError, RequestError, StorageError
+from pipeline.errors import NotFiniteError, RequestError, StorageError, printable_name
 from pipeline.model.trained import eval_model
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
@@ -84,7 +84,7 @@ def _classify(
     contents: dict[str, Any], target: str, images: FolderImages
 ) -> Iterator[tuple[str, str, list[tuple[str, float]]]]:
     """Yield (image, defect or "", its most probable classes and their probabilities)."""
-    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), supervision.this_world()
+    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), launcher.this_world()
     device = choose_device(config, here)
     model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
     # a name in a foreign model could write a second line, or control the terminal

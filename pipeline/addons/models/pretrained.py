@@ -17,8 +17,8 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 
+from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.addons.models.state_dict import read_state_dict
-from pipeline.config.schema import MODEL_URI_PREFIX
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
 from pipeline.group import Group

@@ -1,7 +1,6 @@
 """The images on which `pipeline evaluate` and `export` evaluate a checkpoint. No torch here."""
 
 import os
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import Index, Split, describe_ignored
 from pipeline.addons.datasets.manifest import scan, scan_validation
-from pipeline.config.schema import Config
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index, Split, describe_ignored
-from pipeline.data.names import class_of
-from pipeline.data.sources import (
-    Source,
+from pipeline.addons.datasets.names import class_of
+from pipeline.addons.datasets.sources import (
     data_root,
     ensure_digits,
     hold_out_of,
@@ -23,6 +20,8 @@ from pipeline.data.sources import (
     open_source,
     source_from_index,
 )
+from pipeline.config.schema import Config
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first
 
 
@@ -51,9 +50,8 @@ def open_validation(
     ensure_digits(config)
     has_val = (root / "val").is_dir()
     hold_out = None if has_val else _hold_out_of_folder(root, trained, contents)
-    ignored: Counter[str] = Counter()
     classes = tuple(contents["classes"])
-    images = scan_validation(root, classes, hold_out, ignored)
+    images, ignored = scan_validation(root, classes, hold_out)
     description = f"all {len(images):,} images of {root} (it is not the data of the training)"
     if has_val:
         description = f"the {len(images):,} images of {root}/val"
@@ -81,11 +79,10 @@ def _known_hold_out(index: Index, contents: dict[str, Any]) -> HoldOut | None:
     """Return what a training held out of these images, or None if it had others.
 
     Images are known by all of their names, because packing changes sizes, and a split the order.
-    Version 0.2 took the names as the system spells them, and knew the rule `file` only.
+    Version 0.2 knew the rule `file` only.
     """
-    known = (index.names_digest(), index.names_digest(bytes))
     match contents.get("split"):
-        case {"names": names, "val_split": float(share), **more} if names in known:
+        case {"names": names, "val_split": float(share), **more} if names == index.names_digest():
             return HoldOut(share, str(more.get("split_by", "file")))
     return None
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from pipeline import errors
 from pipeline.addons.models.inputs import check_run_folder
 from pipeline.addons.ops.compare import CAUSES, Run, changed_facts
-from pipeline.config.load import training_keys
+from pipeline.addons.ops.fixed_keys import training_keys
 from pipeline.errors import RequestError, list_first, printable_line
 
 _SAME, _EXPLAINED, _UNEXPLAINED = range(3)

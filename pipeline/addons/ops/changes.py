@@ -7,8 +7,9 @@ from torch import Tensor
 
 from pipeline.addons.datasets.folders import changes
 from pipeline.addons.datasets.manifest import find_cached_index
+from pipeline.addons.datasets.sources import data_root
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source, data_root
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first
 from pipeline.model.architectures import meta_model
 
@@ -18,11 +19,7 @@ def describe_data_change(config: Config, source: Source, before: str, fallback_c
     index = source.index and find_cached_index(data_root(config), fallback_cache, before)
     if not index or not source.index:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
-    # version 0.2 sorted names as the system spells them
-    lines = list(changes(index, source.index)) or [
-        "its names are sorted in another way, in Unicode's form NFC"
-    ]
-    return list_first(lines, 3)
+    return list_first(list(changes(index, source.index)), 3)
 
 
 def refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline import errors, supervision
+from pipeline import errors, launcher
+from pipeline.addons.datasets.place import open_data
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.plan_table import table
@@ -24,7 +25,7 @@ from pipeline.addons.store import lease, restore
 from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.operate import request
 from pipeline.plan import Plan
@@ -49,7 +50,7 @@ def examine(
     """
     nodes = num_nodes or _nodes_from_environment()
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
-    here = supervision.this_world().resized(processes, nodes)
+    here = launcher.this_world().resized(processes, nodes)
     findings = Findings(is_quiet=as_json)
     config = findings.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
@@ -111,9 +112,7 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     check("last start", lambda: request.check_previous_start_did_not_fail(config, here, run_folder))
     check("device", lambda: request.check_device(config, here))
     uncached = config.replacing("data", cache=None)  # a check must not write to it
-    source = check(
-        "data", lambda: request.open_data(uncached, run_folder), lambda found: found.size.describe()
-    )
+    source = check("data", lambda: open_data(uncached, run_folder), lambda found: found.size.describe())
     if mirror:
         check("mirror", lambda: lease.check_mirror(Store(mirror)))
     plan = resume = None
@@ -173,7 +172,7 @@ def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, sour
     request.check_config_is_compatible(config, run_folder)
     if run_folder.lock.is_held():
         return "config is compatible with the run in training now"
-    from pipeline.train.resume import find  # imports torch
+    from pipeline.operate.resume import find  # imports torch
 
     place = str(folder.path)
     if run_folder is not folder:  # a start restores it, and then resumes from the folder

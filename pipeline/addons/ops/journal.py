@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.access import BadImage
+from pipeline.errors import BadImage
 from pipeline.record.journal import Journal, events
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job

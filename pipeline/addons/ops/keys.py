@@ -35,8 +35,6 @@ def explain(error: Any) -> tuple[str, str]:
     if isinstance(cause, UnicodeEncodeError) or (error["type"] == "string_unicode" and key in all_keys()):
         problem = f"{key}={show(given)} is not {sys.getfilesystemencoding()} text, as this locale needs"
         return problem, "rename it, or set LC_ALL=C.UTF-8"
-    if error["type"] == "value_error" and len(cause.args) == 2:  # a validator of several keys
-        return cause.args[0], cause.args[1]
     if key in Config.model_fields and key not in all_keys():
         inside = ", ".join(name for name in all_keys() if name.startswith(f"{key}."))
         return f"{key}={show(given)} is not allowed, because {key} is a section", f"give its keys {inside}"

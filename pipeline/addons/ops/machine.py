@@ -11,7 +11,7 @@ import tempfile
 
 from pipeline import machine
 from pipeline.config.schema import Config
-from pipeline.data.sources import Source
+from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError, summary
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
@@ -87,15 +87,16 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
 
 def check_images_decode(source: Source) -> str:
     """Check that a few images from all parts of each split can be decoded."""
-    from pipeline.data.images import BadImageError, decode, jpeg_decoder
+    from pipeline.addons.datasets.images import jpeg_decoder
     from pipeline.data.interface import UnreadableError
 
     for images in (source.train, source.val):
         count = min(_SAMPLES, len(images))
         for sample in [i * len(images) // count for i in range(count)]:
             try:
-                decode(images.read(sample), upright=images.upright)
-            except (BadImageError, UnreadableError) as error:
+                picture = images.open(sample)
+                picture.region(0, 0, picture.height, picture.width)
+            except UnreadableError as error:
                 problem = f"{images.name(sample)} cannot be decoded ({error})"
                 raise StorageError(problem, "list all such images with 'pipeline data check'") from None
     return f"{_SAMPLES} images of each split, JPEG by {jpeg_decoder()}"

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.addons.ops.mfu import MfuMeter
 from pipeline.addons.ops.stragglers import StragglerWatch
-from pipeline.data.access import is_bucket
+from pipeline.files import is_bucket
 from pipeline.lazy import part
 from pipeline.parallel.strategy import Strategy
 from pipeline.timing import ENTRIES

@@ -23,9 +23,9 @@ def add_commands(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> str:
+    from pipeline.addons.datasets.sources import data_size
     from pipeline.addons.ops.plan_table import memory_row, table
     from pipeline.config.load import load
-    from pipeline.data.sources import data_size
     from pipeline.planning import make_plan
 
     config = load(options.recipe, options.overrides)

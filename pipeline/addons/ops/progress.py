@@ -6,7 +6,7 @@ import shlex
 import time
 
 from pipeline.config.credentials import without_password
-from pipeline.data.access import BadImage
+from pipeline.errors import BadImage
 from pipeline.lazy import part
 from pipeline.record.terminal import Terminal, format_duration
 from pipeline.supervision import process_stat

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import errors, machine
+from pipeline.addons.datasets import sources
 from pipeline.addons.models.trust import check_is_trusted, check_place_is_trusted
 from pipeline.addons.ops.compare import Run, compare
 from pipeline.config.schema import Config
-from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.orphan import die_with_parent
 

@@ -18,7 +18,6 @@ from pipeline.addons.report.commands import STARTED_BY_RUN
 from pipeline.addons.report.evaluations import SavedEvaluation
 from pipeline.addons.report.page import write_page
 from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
-from pipeline.data.images import BadImageError, decode
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import TrainBatches
 from pipeline.data.mix import mix_images
@@ -63,8 +62,10 @@ class ToReport(Listener):
         images = torch.zeros((len(mistakes), 3, size, size), dtype=torch.uint8)
         for row, image in enumerate(mistakes.tolist()):
             try:
-                images[row] = center_crop(decode(val.read(image), upright=val.upright), size, resize)
-            except (BadImageError, UnreadableError) as error:  # changed since the evaluation
+                picture = val.open(image)
+                pixels = picture.region(0, 0, picture.height, picture.width)
+                images[row] = center_crop(pixels, size, resize)
+            except UnreadableError as error:  # changed since the evaluation
                 self._log(f"{val.name(image)} cannot be shown: {error}")
             except OutageError as outage:  # training notices that by itself, and waits
                 self._log(f"not all of the most confident mistakes can be shown: {outage}")

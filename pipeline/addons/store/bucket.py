@@ -20,8 +20,7 @@ from typing import Any
 
 from pipeline.config.credentials import hide_credentials, without_password
 from pipeline.data.interface import OutageError
-from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, RunError, one_line
+from pipeline.errors import RequestError, RunError, one_line, printable_name
 
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
 _ATTEMPTS = 5  # of boto3: for 5xx, a time-out or SlowDown, with growing pauses

@@ -20,8 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store, StoredObject
-from pipeline.data.names import printable_name
-from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.errors import RequestError, RunError, TemporaryError, printable_name
 from pipeline.files import parse_json
 from pipeline.streams import log
 

@@ -17,8 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
+from pipeline.addons.deploy.restart import has_applied_resume
 from pipeline.addons.store import restore
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.lease import Lease, check_mirror
@@ -39,13 +41,12 @@ _SLOWEST = 1 << 20
 _RETRY_S = 5.0
 
 
-def open_mirror(config: Config, folder: RunFolder, is_restart: Callable[[Path], bool]) -> "Mirror":
+def open_mirror(config: Config, folder: RunFolder) -> "Mirror":
     """Take the run's folder and the lease of its mirror, and restore from the mirror what is newer.
 
-    Comes before the checks, because they look at the run that is resumed. is_restart: returns True
-    if the last start in a journal applied run.resume, so that this start continues the run. Raises
-    TemporaryError if another process writes to the mirror, RequestError if what it holds would be
-    lost: another run, or a run that is not resumed.
+    Comes before the checks, because they look at the run that is resumed. Raises TemporaryError if
+    another process writes to the mirror, RequestError if what it holds would be lost: another run,
+    or a run that is not resumed.
     """
     assert config.checkpoint.mirror
     folder.check_writable()
@@ -53,7 +54,7 @@ def open_mirror(config: Config, folder: RunFolder, is_restart: Callable[[Path], 
     check_mirror(store)
     folder.hold()
     try:
-        return Mirror(store, folder, config.run.resume, is_restart)
+        return Mirror(store, folder, config.run.resume, partial(has_applied_resume, config))
     except (OSError, RunError) as error:
         folder.release()
         raise (error if isinstance(error, RunError) else folder.write_error(error)) from None
@@ -65,6 +66,7 @@ class Mirror(listener.Mirror):
     def __init__(
         self, store: Store, folder: RunFolder, resume: str, is_restart: Callable[[Path], bool]
     ) -> None:
+        """is_restart: returns True if this job has applied run.resume, by a journal."""
         self._store, self._folder, self._log = store, folder, make_terminal(is_main=True).log
         self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of each record when it was last uploaded."""

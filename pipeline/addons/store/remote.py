@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.addons.datasets import pack
+from pipeline.addons.datasets.index import MAX_FILE_BYTES, Index, Split, SplitImages
 from pipeline.addons.datasets.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.ranges import Range, RangeReader
-from pipeline.data.index import MAX_FILE_BYTES, Index, Split, SplitImages
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError
 from pipeline.streams import log
@@ -104,7 +104,7 @@ class StoreImages(SplitImages):
         return file_or_pixels(data)
 
     def expect(self, samples: Iterable[int]) -> None:
-        """Begin to read these images, see `access.Images`."""
+        """Begin to read these images, see `interface.Images`."""
         wanted = list(samples)
         sizes = self.split.sizes[wanted].tolist()
         wanted = [i for i, size in zip(wanted, sizes, strict=True) if 0 < size <= MAX_FILE_BYTES]

@@ -32,7 +32,7 @@ class Comparison:
     ) -> None:
         """Compare. `scratch` gets the mirror's journal.
 
-        resume: `run.resume`. is_restart: see `open_mirror`. Raises RequestError if this start would
+        resume: `run.resume`. is_restart: see `Mirror`. Raises RequestError if this start would
         replace a run, or later steps, in the mirror.
         """
         self._store, self._folder, self._place = store, folder, f"checkpoint.mirror={store}"

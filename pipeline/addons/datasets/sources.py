@@ -5,31 +5,21 @@ same name, label and file contents. Opening a source needs no torch.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from pipeline.addons.datasets import manifest, pack, synthetic
+from pipeline.addons.datasets.file_errors import open_regular, raise_if_outage, read_error
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.index import MISSING, Index, SplitImages
 from pipeline.config.schema import Config
-from pipeline.data.access import PACK_FILE, is_bucket, open_regular, raise_if_outage, read_error
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import MISSING, Index, SplitImages
-from pipeline.data.interface import Images, UnreadableError
+from pipeline.data.interface import Images, Source, UnreadableError
 from pipeline.errors import RequestError
-from pipeline.lazy import part
+from pipeline.files import is_bucket
 from pipeline.plan import DataSize
 
 DIGITS_ROOT = "data/digits"
 DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
-
-
-@dataclass(frozen=True)
-class Source:
-    size: DataSize
-    digest: str
-    classes: tuple[str, ...]
-    train: Images
-    val: Images
-    index: Index | None = None
-    """The index of a folder or pack. Rank 0 sends it: file systems may list differently."""
 
 
 class FolderImages(SplitImages):
@@ -61,19 +51,18 @@ def _place(config: Config) -> str:
 
 
 def data_size(config: Config) -> DataSize:
-    """Return the size of the data, also if the digits are not made yet."""
-    return DIGITS_SIZE if _lacks_digits(config) else open_source(config).size
+    """Return the size of the data. The digits need not be made for it."""
+    return DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
 
 
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """Return the source that the configuration names. The digits are made on first use.
 
-    check_sizes: see `open_index` in addons.datasets.manifest. Raises RequestError if the data is
-    missing or laid out wrong.
+    check_sizes: see `manifest.open_index`. Raises RequestError if the data is missing or laid out
+    wrong.
     """
     if config.data.source == "synthetic":
-        source: Source = part("synthetic")(config)
-        return source
+        return synthetic.synthetic_source(config)
     root = data_root(config)
     if "://" in str(config.data.root) and not is_bucket(config.data.root):
         raise RequestError(f"data.root={config.data.root} is not a folder", "copy the data to this machine")
@@ -81,31 +70,31 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = open_pack(config)
     else:
         ensure_digits(config)
-        if os.path.exists(root / PACK_FILE):
+        if os.path.exists(root / pack.SUMMARY):
             raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
-        index = part("folder")(root, hold_out_of(config), config.run_dir / "index", check_sizes=check_sizes)
+        cache = config.run_dir / "index"
+        index = manifest.open_index(root, hold_out_of(config), cache, check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
-    part("check validation")(index, _place(config))
-    return sent_source(config, index)
+    manifest.check_has_validation(index, _place(config))
+    return source_from_index(_place(config), index, config)
+
+
+def received_source(config: Config, data: bytes) -> Source:
+    """Return the source of a process that gets the index, `data`, from rank 0."""
+    return source_from_index(_place(config), Index.from_bytes(data), config)
 
 
 def open_pack(config: Config) -> Index:
     """Return the index of a pack. Raises RequestError, OutageError."""
-    index: Index
     if is_bucket(config.data.root):
-        index = part("pack in a bucket")(str(config.data.root))
-    else:
-        index = part("pack")(data_root(config))
-    return index
+        from pipeline.addons.store import remote
+
+        return remote.open_index(str(config.data.root))
+    return pack.open_index(data_root(config))
 
 
 def hold_out_of(config: Config) -> HoldOut:
     return HoldOut(config.data.val_split, config.data.split_by)
-
-
-def sent_source(config: Config, index: Index) -> Source:
-    """Return the source of a process that gets the index from rank 0."""
-    return source_from_index(_place(config), index, config)
 
 
 def source_from_index(place: str | Path, index: Index, config: Config | None = None) -> Source:
@@ -113,42 +102,33 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
 
     config: says how a pack in a bucket is cached.
     """
-    images: tuple[Images, Images]
+    train: Images
+    val: Images
     if is_bucket(place):
-        cache, gib = (_cache(config), config.data.cache_gib) if config else (None, 0)
-        images = part("images in a bucket")(str(place), index, cache, gib)
+        from pipeline.addons.store import remote
+
+        cache = Path(config.data.cache) if config and config.data.cache else None
+        limit = config.data.cache_gib if config else 0
+        train, val = remote.open_images(str(place), index, cache, limit)
     elif len(index.train.places):
-        images = part("images of a pack")(Path(place), index)
+        train, val = pack.open_images(Path(place), index)
     else:
-        train, val = (
-            FolderImages(Path(place), split, upright=index.upright) for split in (index.train, index.val)
-        )
-        images = train, val
-    return Source(index.size, index.digest, index.classes, *images, index)
+        train = FolderImages(Path(place), index.train, upright=index.upright)
+        val = FolderImages(Path(place), index.val, upright=index.upright)
+    return Source(index.size, index.digest, index.classes, train, val, index)
 
 
 def ensure_digits(config: Config) -> None:
-    """Make the digits, unless they are there."""
-    if _lacks_digits(config):
-        try:
-            part("digits")(data_root(config))
-        except RequestError:
-            if _lacks_digits(config):  # else another process made them at the same time
-                raise
-
-
-def _lacks_digits(config: Config) -> bool:
-    """Return True if the digits are to be made. Raises OutageError if their storage fails."""
+    """Make the digits, unless they are there. Raises OutageError if their storage fails."""
     if config.data.source != "digits":
-        return False
+        return
     root = data_root(config)
     try:
         root.stat()
     except OSError as error:
         raise_if_outage(root, error)
-        return True  # if it cannot be looked up, making them says why
-    return False
-
-
-def _cache(config: Config) -> Path | None:
-    return Path(config.data.cache) if config.data.cache else None
+        try:
+            synthetic.make_digits(root)
+        except RequestError:
+            if not root.exists():  # else another process made them at the same time
+                raise

@@ -16,22 +16,21 @@ from pipeline.record.journal import last_event
 from pipeline.record.terminal import make_terminal
 
 
-def check_launch_has_id(config: Config) -> None:
-    """Raise RequestError if a restart of this job could not be told from a later job."""
-    if _applies_once(config) and supervision.launch_id() == supervision.NO_LAUNCH_ID:
+def has_applied_resume(config: Config, journal: Path) -> bool:
+    """Return True if this job has applied its run.resume, by the last start in a run's journal.
+
+    Raises RequestError if a restart of this job could not be told from a later job.
+    """
+    job, resume = supervision.launch_id(), config.run.resume
+    if job is None or resume == "auto" or Path(resume).absolute() == config.run_dir.absolute():
+        return False
+    if job == supervision.NO_LAUNCH_ID:
         raise RequestError(
-            f"run.resume={config.run.resume} would apply again at each restart of a job without an id",
+            f"run.resume={resume} would apply again at each restart of a job without an id",
             "name this job with torchrun's --rdzv-id NAME, or leave run.resume out",
         )
-
-
-def has_applied_resume(config: Config, journal: Path) -> bool:
-    """Return True if this job has applied its run.resume, by the last start in a run's journal."""
-    job = supervision.launch_id()
-    if job is None or not _applies_once(config):
-        return False
     start = last_event(journal, "started")
-    return (start.get("launch"), start.get("resume")) == (job, config.run.resume)
+    return (start.get("launch"), start.get("resume")) == (job, resume)
 
 
 def config_after_restart(config: Config) -> Config:
@@ -53,7 +52,3 @@ def config_after_restart(config: Config) -> Config:
         f" run.resume={resume}"
     )
     return config.replacing("run", resume=resume)
-
-
-def _applies_once(config: Config) -> bool:
-    return config.run.resume != "auto" and Path(config.run.resume).absolute() != config.run_dir.absolute()

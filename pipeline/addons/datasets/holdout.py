@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pipeline.data.names import normal_path
+from pipeline.addons.datasets.names import normal_path
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.holdout import HoldOut
+from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.names import normal_path
+from pipeline.data import interface
 from pipeline.data.interface import UnreadableError
-from pipeline.data.names import normal_path, printable_name
-from pipeline.errors import list_first
+from pipeline.errors import list_first, printable_name
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
 
 MISSING = -1
 """Size of an image whose file cannot be read, such as a dangling link."""
-MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of data.images.MAX_PIXELS has 229 MiB
+MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of images.MAX_PIXELS has 229 MiB
 _MAGIC = b"pipeline-index-2\n"
 _DTYPES = ["|u1", "<i8", "<i8", "<i4", "|u1", "<i8"]
 
@@ -143,9 +144,6 @@ class SplitImages:
     def labels(self) -> NDArray[np.int32]:
         return self.split.labels
 
-    def label(self, i: int) -> int:
-        return int(self.split.labels[i])
-
     def size(self, i: int) -> int:
         """Return the size of image i in bytes, or `MISSING`; UnreadableError if it is too large."""
         size = int(self.split.sizes[i])
@@ -155,6 +153,14 @@ class SplitImages:
 
     def expect(self, samples: Iterable[int]) -> None:
         """See `interface.Images`. A disk needs no warning."""
+
+    def read(self, i: int) -> bytes | NDArray[np.uint8]:
+        raise NotImplementedError
+
+    def open(self, i: int) -> interface.Picture:
+        from pipeline.addons.datasets.images import Picture  # imports torch
+
+        return Picture.open(self.read(i), upright=self.upright)
 
 
 @dataclass(frozen=True)
@@ -193,9 +199,15 @@ class Index:
         split = self.train if len(self.train) else self.val  # an evaluation has no training images
         return not split.name(0).startswith((b"train/", b"val/"))
 
-    def names_digest(self, normal: Callable[[bytes], bytes] = normal_path) -> str:
+    def split_rule(self) -> dict[str, Any] | None:
+        """Return the digest of all names and the rule of the split, or None if there is val/."""
+        if not self.is_split_by_hash:
+            return None
+        return {"names": self.names_digest(), "val_split": self.hold_out.share, "split_by": self.hold_out.by}
+
+    def names_digest(self) -> str:
         """Return the SHA-256 of the names of all images, the same for any split and in a pack."""
-        return hashlib.sha256(b"\0".join(sorted(map(normal, self.names())))).hexdigest()
+        return hashlib.sha256(b"\0".join(sorted(map(normal_path, self.names())))).hexdigest()
 
     def names(self) -> Iterator[bytes]:
         """Yield the names of all images, train before val."""

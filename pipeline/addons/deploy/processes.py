@@ -1,36 +1,23 @@
 """The processes of `--nproc N`, started by torch's own elastic agent, with no restarts."""
 
-import gc
 import logging
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import errors, supervision
+from pipeline import errors
 from pipeline.errors import TemporaryError
 from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
-from pipeline.lazy import part
+from pipeline.lazy import freeze_imports
+from pipeline.orphan import die_with_parent
+from pipeline.supervision import process_stat
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-
-@contextmanager
-def freeze_imports() -> Iterator[None]:
-    """Freeze the objects that the block imports, so that the garbage collector never scans them.
-
-    Scanning takes a tenth of a start's time. During training a collection on one rank delays all
-    ranks, and in a forked worker it copies every page that it touches.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def start_processes(
@@ -47,9 +34,11 @@ def start_processes(
         from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from pipeline.addons.deploy.local_rendezvous import LocalRendezvous
+
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register("local", part("local rendezvous"))
+    rendezvous_handler_registry.register("local", LocalRendezvous)
     os.environ[LAUNCHER_REPORTS] = "1"
     with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
         config = LaunchConfig(
@@ -59,7 +48,7 @@ def start_processes(
             signals_to_handle="",  # it takes SIGHUP even if ignored, and kills ranks at a second signal
         )  # fmt: skip
         try:
-            with stop.raise_on_signal(supervision.signal_children):
+            with stop.raise_on_signal(signal_children):
                 elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
         except ChildFailedError as failure:
             return _exit_code(failure, advice)
@@ -86,3 +75,31 @@ def _exit_code(failure: "ChildFailedError", advice: str) -> int:
     reason = reported or f"rank {rank} {end}"
     print(f"pipeline: {reason}; the other ranks were stopped, {advice}", file=sys.stderr)
     return errors.CRASH
+
+
+def signal_children(number: int) -> None:
+    """Send a signal to each child of this process."""
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError, IndexError):
+            if process_stat(int(pid))[1] == str(os.getpid()):
+                os.kill(int(pid), number)
+
+
+def die_with_agent() -> None:
+    """Have the kernel send SIGKILL to this rank when its torchrun agent ends.
+
+    The agent may have died before this call. If no ancestor is a Python or torchrun process (there
+    may be a script between a rank and its agent), our agent died, and the rank exits here.
+    """
+    die_with_parent(os.getppid())
+    ancestor = os.getppid()
+    if not ancestor:
+        return  # the parent is outside our PID namespace
+    try:
+        while ancestor and not re.search(rb"python|torchrun", Path(f"/proc/{ancestor}/cmdline").read_bytes()):
+            ancestor = int(process_stat(ancestor)[1])
+    except OSError:
+        return  # /proc does not show other processes
+    if not ancestor:
+        print("pipeline: the torchrun agent of this rank has died", file=sys.stderr, flush=True)
+        os._exit(errors.CRASH)

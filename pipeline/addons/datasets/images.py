@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from pipeline.data import jpeg
+from pipeline.addons.datasets import depth, jpeg, jpeg_restarts
+from pipeline.data.interface import UnreadableError
 from pipeline.errors import one_line
-from pipeline.lazy import part
 
 try:
     import simplejpeg
@@ -50,10 +50,6 @@ Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is checked before each decode
 warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata
 
 
-class BadImageError(Exception):
-    """The defect of one image, as a phrase for a message."""
-
-
 @dataclass(frozen=True)
 class Picture:
     """An image of known size that is decoded on demand; of a JPEG only what a crop needs."""
@@ -69,11 +65,11 @@ class Picture:
 
     @classmethod
     def open(cls, data: bytes | NDArray[np.uint8], *, upright: bool = True) -> "Picture":
-        """Read the header of a file, or take decoded pixels [3, H, W]. Raises BadImageError."""
+        """Read the header of a file, or take decoded pixels [3, H, W]. Raises UnreadableError."""
         if isinstance(data, np.ndarray):
             return cls(data.shape[1], data.shape[2], torch.from_numpy(data))
         if not data:
-            raise BadImageError("empty file")
+            raise UnreadableError("empty file")
         if frame := jpeg.frame(data):  # Pillow would read the same from the header, at five times the cost
             _check(data, frame.height, frame.width, has_scans=not frame.is_sequential)
             orientation = jpeg.orientation(frame) if upright else 1
@@ -92,7 +88,7 @@ class Picture:
             return cls(pixels.shape[1], pixels.shape[2], pixels, None, orientation)
 
     def region(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Return a crop [3, height, width] uint8, maybe as a view. Raises BadImageError."""
+        """Return a crop [3, height, width] uint8, maybe as a view. Raises UnreadableError."""
         if not self.frame:
             assert isinstance(self.data, Tensor)
             return _crop(self.data, top, left, height, width)
@@ -107,7 +103,7 @@ class Picture:
         upper = None
         with _as_bad_image():
             if self.frame.cuts and (
-                cut := part("part of a JPEG")(self.data, self.frame, top, left, height, width)
+                cut := jpeg_restarts.part(self.data, self.frame, top, left, height, width)
             ):
                 data, top, left = cut
             elif self.frame.is_sequential and top + height < self.frame.height:
@@ -122,7 +118,7 @@ def jpeg_decoder() -> str:
 
 
 def decode(data: bytes | NDArray[np.uint8], *, upright: bool = True) -> Tensor:
-    """Return all pixels, [3, H, W] uint8, on the CPU. Raises BadImageError."""
+    """Return all pixels, [3, H, W] uint8, on the CPU. Raises UnreadableError."""
     picture = Picture.open(data, upright=upright)
     return picture.region(0, 0, picture.height, picture.width)
 
@@ -131,12 +127,12 @@ def decode(data: bytes | NDArray[np.uint8], *, upright: bool = True) -> Tensor:
 def _as_bad_image() -> Iterator[None]:
     try:
         yield
-    except BadImageError:
+    except UnreadableError:
         raise
     except UnidentifiedImageError:
-        raise BadImageError("not an image in a known format") from None
+        raise UnreadableError("not an image in a known format") from None
     except Exception as error:  # for damaged files Pillow's plugins raise struct.error, KeyError and more
-        raise BadImageError(one_line(error) or type(error).__name__) from None
+        raise UnreadableError(one_line(error) or type(error).__name__) from None
 
 
 def _decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None) -> Tensor:
@@ -173,15 +169,15 @@ def _decode_with_simplejpeg(data: bytes | bytearray, scan: int) -> Tensor:
 
 def _check(data: bytes | bytearray, height: int, width: int, *, has_scans: bool = False) -> None:
     if width * height > MAX_PIXELS:
-        raise BadImageError(f"{width} × {height} pixels, more than the {MAX_PIXELS:,} allowed")
+        raise UnreadableError(f"{width} × {height} pixels, more than the {MAX_PIXELS:,} allowed")
     # a progressive JPEG of a few KB can ask for a thousand passes over all its pixels
     if has_scans and data.count(b"\xff\xda") > _MAX_SCANS:
-        raise BadImageError(f"more than the {_MAX_SCANS} scans allowed")
+        raise UnreadableError(f"more than the {_MAX_SCANS} scans allowed")
 
 
 def _crop(pixels: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
     if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
-        raise BadImageError("the size in its header is not that of its data")
+        raise UnreadableError("the size in its header is not that of its data")
     return pixels[:, top : top + height, left : left + width]
 
 
@@ -203,16 +199,16 @@ def _turn(pixels: Tensor, orientation: int) -> Tensor:
 def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
     """Return the stored pixels of an image, [3, H, W] uint8, in RGB.
 
-    checks_range: raise BadImageError for an image of more than 8 bits whose range is not known.
+    checks_range: raise UnreadableError for an image of more than 8 bits whose range is not known.
     """
     # of an image of 16 bits in colour, Pillow takes the upper 8 bits
     tiles = getattr(image, "tile", [])
     is_16_bit = image.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in tiles)
     image.load()
     if image.mode in _16_BIT_MODES or (image.mode == "F" and checks_range):
-        grey: NDArray[np.uint8] = part("deep pixels")(image, checks_range=checks_range)
+        grey: NDArray[np.uint8] = depth.grey(image, checks_range=checks_range)
         return torch.from_numpy(grey)[None].expand(3, -1, -1)
     pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     if checks_range and is_16_bit:
-        part("check deep colours")(pixels)
+        depth.check_colour(pixels)
     return torch.from_numpy(pixels).permute(2, 0, 1)

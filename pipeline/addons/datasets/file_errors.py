@@ -1,40 +1,19 @@
-"""Access to image files: tells the defect of one file from an outage of its storage."""
+"""Reads of image files: tells the defect of one file from an outage of its storage."""
 
 import errno
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.data.names import printable_name
-from pipeline.errors import TemporaryError
+from pipeline.errors import printable_name
 
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
                 errno.ENAMETOOLONG, errno.ENXIO)  # fmt: skip
 """Errors of a read that a single file can cause. Any other is the storage's: EIO, ESTALE, …"""
-_OUTAGE_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH,
-                  errno.ENETDOWN, errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET,
-                  errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO, errno.ENODEV)  # fmt: skip
-"""Errors of a storage that is out of reach, in a read or a write."""
-PACK_FILE = "pack.json"
-"""The file in the folder of a pack that lists its shards."""
 PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"
 """The remedy for data that cannot be read, or has moved."""
-
-
-class BadImage(NamedTuple):
-    """An image that cannot be decoded, for people."""
-
-    id: int
-    name: str
-    reason: str
-
-
-def is_bucket(place: object) -> bool:
-    """Return True for s3://…, False for a path of this machine."""
-    return str(place).startswith("s3://")
 
 
 def open_regular(path: str | bytes, flags: int) -> int:
@@ -60,15 +39,6 @@ def raise_if_outage(path: bytes | Path, error: OSError) -> None:
     """Raise OutageError if the storage of the data caused the error, whatever the file."""
     if error.errno not in _FILE_ERRORS:
         raise outage_error(path, error) from None
-
-
-def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
-    """Return the error of `what`, which is no image, if its storage is out of reach, else None."""
-    if error.errno not in _OUTAGE_ERRORS:
-        return None
-    return TemporaryError(
-        f"{what} is out of reach ({error.strerror})", "give the same command again once its storage is back"
-    )
 
 
 def read_error(path: bytes, error: OSError) -> UnreadableError | OutageError:

@@ -1,0 +1,71 @@
+"""`pipeline evaluate`: the validation of a checkpoint, by one or more processes.
+
+torch is imported in functions, once the request is checked.
+"""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline import machine
+from pipeline.addons.deploy.processes import start_processes
+from pipeline.addons.models.inputs import check_target, for_evaluation
+from pipeline.addons.models.validation import open_validation
+from pipeline.addons.ops import portable
+from pipeline.config.load import MAX_YAML_BYTES, from_yaml
+from pipeline.errors import RequestError
+from pipeline.files import read_limited
+from pipeline.guards.signals import StopRequest
+from pipeline.launcher import this_world
+from pipeline.lazy import freeze_imports, part
+from pipeline.planning import divide_resources
+from pipeline.record.folder import RunFolder
+from pipeline.record.terminal import make_terminal
+
+
+def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
+    """Run `pipeline evaluate`; return the done line, or the exit code of the processes started."""
+    here = this_world(nproc)
+    check_target(target)
+    if nproc and nproc > 1:
+        stop = StopRequest()
+        stop.listen()
+        return start_processes(nproc, ["evaluate", target, *overrides], stop)
+    # torch reads the variables of a portable run when it is imported, before it reads a checkpoint
+    folder = RunFolder(Path(target) if Path(target).is_dir() else Path(target).parent.parent)
+    with suppress(OSError, ValueError, RequestError):
+        text = read_limited(folder.config, MAX_YAML_BYTES).decode()
+        portable.prepare(from_yaml(text, str(folder.config), overrides), here)
+
+    with freeze_imports():
+        from pipeline.addons.models.evaluator import Evaluator
+        from pipeline.addons.ops.progress import log_evaluation
+        from pipeline.model.trained import eval_model, eval_weights
+        from pipeline.model.weights import weights_digest
+        from pipeline.operate.start import broadcast_source, join
+        from pipeline.record import checkpoint, checkpoint_files
+
+        part("picture")  # before loader workers are forked
+
+    path = checkpoint_files.find(Path(target))
+    contents = checkpoint.read_model(path)
+    trained, config = for_evaluation(contents["config"], str(path), overrides)
+    source = None
+    if here.is_main:
+        if config.run.device == "cuda" and not machine.has_gpu():
+            raise machine.no_gpu_error()
+        source, description = open_validation(config, contents, trained, overrides)
+        print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
+    terminal = make_terminal(is_main=here.is_main)
+    group = join(config, here)
+    source = broadcast_source(config, group, source)
+    model = eval_model(contents, config.model).to(group.device)
+    evaluator = Evaluator(model, source.val, config, divide_resources(config, here), group)
+    result = evaluator.evaluate(contents["step"], terminal, lambda: False)
+    assert result is not None
+    balanced = f"balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f}"
+    classes = f"{result.evaluation.classes} of {len(source.classes)} classes"
+    log_evaluation("validation", result, terminal, f", {balanced} over {classes}")
+    group.shutdown()
+    weights = f"sha256:{weights_digest(eval_weights(contents))}"
+    return result.evaluation.done_line(contents["epoch"], weights)
