@@ -12,7 +12,7 @@ import traceback
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from pipeline.record.journal import final_status
 from pipeline.supervision import kill_frozen_peers, report_to_agent, stop_restarts
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process, Settled
-from pipeline.train.listener import End, Mirror
+from pipeline.train.listener import End
 from pipeline.train.loop import Trainer, train
 from pipeline.train.records import Records, open_records
 from pipeline.train.resume import resume
@@ -182,7 +182,7 @@ def _is_finished(job: Job, process: Process, state: TrainState) -> bool:
     return True
 
 
-def _update_mirror(mirror: Mirror | None, process: Process) -> None:
+def _update_mirror(mirror: Any, process: Process) -> None:
     """Send what an earlier start of a finished run could not send."""
     if mirror:
         mirror.start()

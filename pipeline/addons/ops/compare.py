@@ -198,7 +198,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 def _checksums(rows: list[dict[str, Any]], new: Run) -> Iterator[Digests]:
     """Yield the CRC-32 of each tensor by name, of evaluations that have them in both runs."""
-    from pipeline.model.trained import eval_weights
+    from pipeline.addons.models.trained import eval_weights
     from pipeline.record.checkpoint import read_model
 
     names = list(eval_weights(read_model(list_checkpoints(new.folder.checkpoints)[0])))
