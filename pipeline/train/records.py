@@ -40,7 +40,7 @@ def open_records(
     resumed_from: the checkpoint. mirror: that of rank 0, which holds its lease.
     """
     group, config, folder = process.group, job.config, job.folder
-    evaluated = state.receipt_row() if state.is_evaluated else None
+    evaluated = part("receipt row")(state) if state.is_evaluated else None
     records = Records()
     error: RunError | None = None
     if group.is_main:

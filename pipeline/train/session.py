@@ -153,7 +153,7 @@ def train_to_end(trainer: Trainer) -> Evaluation:
 def finish(trainer: Trainer, evaluation: Evaluation) -> str:
     """Record the end and let the other processes go. Return the result line."""
     job, state, group, terminal = trainer.job, trainer.state, trainer.process.group, trainer.process.terminal
-    line = evaluation.done_line(job.plan.epoch_at(state.step), state.receipt_row()["weights"])
+    line = evaluation.done_line(job.plan.epoch_at(state.step), part("receipt row")(state)["weights"])
     trainer.process.watchdog.stop()
     end = _end(trainer, "FINISHED", line)
     try:
