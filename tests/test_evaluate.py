@@ -25,6 +25,7 @@ from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
+from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.ops.progress import describe_evaluation
 from pipeline.addons.ops.receipt import receipt_row
@@ -35,7 +36,6 @@ from pipeline.config.load import load
 from pipeline.data.loader import EvalBatches
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
-from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.terminal import SILENT
