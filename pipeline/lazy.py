@@ -89,6 +89,7 @@ PARTS = {
     "progress": "pipeline.addons.ops.progress:ToTerminal",
     "trace": "pipeline.addons.ops.trace:ToTrace",
     "profiler": "pipeline.addons.ops.profiler:ToProfile",
+    "receipt row": "pipeline.addons.ops.receipt:receipt_row",
     "receipt": "pipeline.addons.ops.receipt:ToReceipt",
     "refuse another model": "pipeline.addons.ops.changes:refuse_another_model",
     "set what portable runs need": "pipeline.addons.ops.portable:prepare",

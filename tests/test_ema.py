@@ -11,10 +11,10 @@ import torch
 from harness import SMALL, Job, assert_resumes, quick
 from torch import nn
 
+from pipeline.addons.models.digest import weights_digest
 from pipeline.config.sections import Model
 from pipeline.model.architectures import build
 from pipeline.model.ema import MovingAverage, make_ema
-from pipeline.model.weights import weights_digest
 from pipeline.parallel.ddp import synchronise_batch_norm
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified

@@ -23,8 +23,10 @@ from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
+from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.ops.progress import describe_evaluation
+from pipeline.addons.ops.receipt import receipt_row
 from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
@@ -32,7 +34,6 @@ from pipeline.config.load import load
 from pipeline.data.loader import EvalBatches
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
-from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.terminal import SILENT
@@ -190,7 +191,7 @@ def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: P
     state = make_trainer(digits, "model.arch=squeezenet1_1").state
     broken = Evaluation(1, 10, 10, correct1=9, correct5=9, loss_sum=0, not_finite=1)
     assert not state.add_evaluation(broken)
-    assert state.receipt_row()["loss"] is None, "JSON has no NaN"
+    assert receipt_row(state)["loss"] is None, "JSON has no NaN"
     losses = {1: 9, 2: 8, 3: 8, 4: 9}  # step: sum
     found = [
         step for step, loss in losses.items() if state.add_evaluation(Evaluation(step, 10, 10, 5, 5, loss))

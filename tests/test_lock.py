@@ -256,6 +256,7 @@ def taken_over(old: Job, steps: int) -> Job:
     for pid in frozen:
         kill(pid, signal.SIGSTOP)
     holder = old.ranks()[0]
+    time.sleep(0.5)  # their system calls end: one may refresh the lock
     for path in old.folder.glob("*lock"):
         age(path)
     link = old.folder.with_name("new")  # so that the output of the two has files of its own

@@ -192,6 +192,7 @@ def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signa
     """Make reading hang, as on dead storage: a signal stops the run, or else the watchdog."""
     program = f"""\
 import sys, time
+from pipeline.cli.main import main
 from pipeline.record import checkpoint_files
 checkpoint_files.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))

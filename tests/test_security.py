@@ -39,13 +39,13 @@ from pipeline.addons.mlflow.exported_program import read_weights
 from pipeline.addons.mlflow.model import export_model
 from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.addons.models import pretrained
+from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.pretrained import pretrained_weights
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.model.architectures import meta_model
-from pipeline.model.weights import weights_digest
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal

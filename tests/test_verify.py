@@ -12,6 +12,7 @@ import torch
 from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
+from pipeline.addons.models.digest import digest_and_checksums
 from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
@@ -21,7 +22,6 @@ from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
-from pipeline.model.weights import digest_and_checksums
 from pipeline.record.folder import RunFolder
 
 Change = Callable[[dict[str, Any]], object]

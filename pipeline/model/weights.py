@@ -1,40 +1,15 @@
-"""State dicts: their digest, and loading them with the format versions of the modules in them.
+"""State dicts are loaded with the format versions of the modules in them.
 
 torch keeps these versions in `_metadata`, an attribute of what `state_dict` returns. A dict of the
 same tensors lacks it. A module then may take its own weights for those of an older version:
 torchvision's MNASNet refuses them.
 """
 
-import hashlib
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-
-def weights_digest(weights: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of a state dict, as hex digits, see `digest_and_checksums`."""
-    return digest_and_checksums(weights)[0]
-
-
-def digest_and_checksums(weights: dict[str, Tensor]) -> tuple[str, str]:
-    """Return the SHA-256 of a state dict, and the CRC-32 of each tensor's bytes, joined.
-
-    The SHA-256 is over each parameter and buffer in name order: name, NUL, dtype, NUL, shape, NUL,
-    bytes (little-endian). In the same order, each tensor has eight hex digits of the second string.
-    """
-    digest, checksums = hashlib.sha256(), []
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        shape = ",".join(str(length) for length in tensor.shape)
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data  # a view: the bytes are not copied
-        digest.update(f"{name}\0{tensor.dtype}\0{shape}\0".encode())
-        digest.update(data)
-        checksums.append(f"{zlib.crc32(data):08x}")
-    return digest.hexdigest(), "".join(checksums)
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], *, strict: bool = True) -> None:

@@ -5,7 +5,7 @@ is imported, a process group is formed or a GPU is taken.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -18,9 +18,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
 from pipeline.world import World
 
-if TYPE_CHECKING:
-    from pipeline.train.listener import Mirror
-
 
 def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest) -> str | int:
     """Run `pipeline train`; return the done line, or the exit code of the processes started."""
@@ -28,7 +25,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     if nproc and nproc > 1:
         return _start_processes(config, here.resized(nproc), ["train", recipe, *overrides], stop)
     folder = RunFolder(config.run_dir)
-    mirror: Mirror | None = None
+    mirror: Any = None
     if here.is_main and config.checkpoint.mirror:
         mirror = stop.run(partial(part("mirror"), config, folder))
         config = load(recipe, overrides)  # the run that it restored may be of an earlier version

@@ -8,6 +8,7 @@ and get rank 0's index of the data and its checkpoint: file systems may list dif
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,6 @@ from pipeline.record.terminal import make_terminal
 from pipeline.supervision import launch_id
 from pipeline.train import session
 from pipeline.train.job import Job, Process, Settled
-from pipeline.train.listener import Mirror
 from pipeline.world import World
 
 # A hang is reported by the first of three that sees it: a collective on the host (run.timeout), the
@@ -43,7 +43,7 @@ _RESTORE_S = 3600  # in which rank 0 may download a run from its mirror before i
 
 def run_rank(
     config: Config, world: World, folder: RunFolder, stop: StopRequest,
-    checked: Checked | None = None, mirror: Mirror | None = None,
+    checked: Checked | None = None, mirror: Any = None,
 ) -> str:  # fmt: skip
     """Train as one process of `world`; return the result line. Raises a RunError without one.
 
@@ -70,7 +70,7 @@ class Rank:
         stacks = folder.path / f"hang-rank-{world.rank}.txt"
         self.watchdog = Watchdog(timeout_s, stacks, world.rank, stop, folder.check_ours)
 
-    def settle(self, checked: Checked | None, mirror: Mirror | None) -> Settled:
+    def settle(self, checked: Checked | None, mirror: Any) -> Settled:
         """Return what to train, from which state. All processes of the run call it together."""
         config, world, folder, stop = self._config, self._world, self._folder, self._stop
         found, weights = self._decide(checked, mirror) if checked else (None, None)
@@ -94,7 +94,7 @@ class Rank:
         return Settled(job, process, contents, found.path if found else None, weights, mirror)
 
     def _decide(
-        self, checked: Checked, mirror: Mirror | None
+        self, checked: Checked, mirror: Any
     ) -> tuple[VerifiedCheckpoint | None, dict[str, Tensor] | None]:
         """Return what rank 0 resumes from, or else the first weights if model.init names some.
 

@@ -15,7 +15,6 @@ from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import Terminal
 from pipeline.timing import StepTimer
-from pipeline.train.listener import Mirror
 
 
 @dataclass(frozen=True)
@@ -59,5 +58,5 @@ class Settled:
     """Its file, on rank 0, as are the next two."""
     weights: dict[str, Tensor] | None = None
     """The first ones, if model.init names some and the training starts at step 0."""
-    mirror: Mirror | None = None
+    mirror: Any = None
     """Holds the lease of `checkpoint.mirror`."""

@@ -87,20 +87,3 @@ class Listener:
 
     def closed(self, end: End) -> None:
         """Handle the end of this process. After a result, the other ranks have left."""
-
-
-class Mirror(Listener):
-    """A copy of the run's folder elsewhere, which this process holds the lease of."""
-
-    error: Exception | None  # why it is incomplete
-    failures: list[str]  # why saves were not uploaded at once, since the last look
-    uploaded: list[str]  # names of checkpoints that it has since the last look
-
-    def start(self) -> None:
-        """Upload what is new now and after each save."""
-
-    def abandon_after(self, used: Path | None) -> None:
-        """Record that a restart must not use checkpoints after `used`. Raises RunError."""
-
-    def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> None:
-        """Upload what is left, in the time that is left, and give the lease back."""

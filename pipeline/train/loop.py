@@ -139,7 +139,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
             return None
         is_best = state.add_evaluation(result.evaluation)
     with process.timer.charge("tracking"):
-        row = state.receipt_row()  # in all processes: a sharded model is gathered for its digest
+        row = part("receipt row")(state)  # in all processes: a sharded model is gathered for its digest
         result = replace(result, row=row, is_best=is_best)
         for listener in trainer.records.listeners:
             listener.evaluated(result)

@@ -10,7 +10,7 @@ from pipeline.lazy import part
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.failure import clear_failure
 from pipeline.train.job import Job, Process
-from pipeline.train.listener import Listener, Mirror, Start
+from pipeline.train.listener import Listener, Start
 from pipeline.train.resume import prepare_folder
 from pipeline.train.state import TrainState
 
@@ -24,12 +24,12 @@ class Records:
     checkpoints: CheckpointWriter | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     """The parts of a checkpoint that are not the state: configuration, data, classes, world."""
-    mirror: Mirror | None = None
+    mirror: Any = None
     tracker: Any = None
 
 
 def open_records(
-    job: Job, process: Process, state: TrainState, resumed_from: Path | None, mirror: Mirror | None
+    job: Job, process: Process, state: TrainState, resumed_from: Path | None, mirror: Any
 ) -> Records:
     """Return this process's records, once the start is recorded.
 
@@ -40,7 +40,7 @@ def open_records(
     resumed_from: the checkpoint. mirror: that of rank 0, which holds its lease.
     """
     group, config, folder = process.group, job.config, job.folder
-    evaluated = state.receipt_row() if state.is_evaluated else None
+    evaluated = part("receipt row")(state) if state.is_evaluated else None
     records = Records()
     error: RunError | None = None
     if group.is_main:
@@ -66,7 +66,7 @@ def open_records(
     return records
 
 
-def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | None) -> Records:
+def _list_records(job: Job, process: Process, start: Start, mirror: Any) -> Records:
     """Return the records of rank 0, whose folder is prepared."""
     config, folder, log = job.config, job.folder, process.terminal.log
     tracker = part("tracker")(job, log) if config.track.uri != "none" else None

@@ -12,7 +12,7 @@ import traceback
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from pipeline.record.journal import final_status
 from pipeline.supervision import kill_frozen_peers, report_to_agent, stop_restarts
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process, Settled
-from pipeline.train.listener import End, Mirror
+from pipeline.train.listener import End
 from pipeline.train.loop import Trainer, train
 from pipeline.train.records import Records, open_records
 from pipeline.train.resume import resume
@@ -152,7 +152,7 @@ def train_to_end(trainer: Trainer) -> Evaluation:
 def finish(trainer: Trainer, evaluation: Evaluation) -> str:
     """Record the end and let the other processes go. Return the result line."""
     job, state, group, terminal = trainer.job, trainer.state, trainer.process.group, trainer.process.terminal
-    line = evaluation.done_line(job.plan.epoch_at(state.step), state.receipt_row()["weights"])
+    line = evaluation.done_line(job.plan.epoch_at(state.step), part("receipt row")(state)["weights"])
     trainer.process.watchdog.stop()
     end = _end(trainer, "FINISHED", line)
     try:
@@ -181,7 +181,7 @@ def _is_finished(job: Job, process: Process, state: TrainState) -> bool:
     return True
 
 
-def _update_mirror(mirror: Mirror | None, process: Process) -> None:
+def _update_mirror(mirror: Any, process: Process) -> None:
     """Send what an earlier start of a finished run could not send."""
     if mirror:
         mirror.start()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
-from pipeline.model.weights import digest_and_checksums, load_weights
+from pipeline.model.weights import load_weights
 from pipeline.parallel.strategy import Strategy
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
 from pipeline.train.optimizer import make_optimizer
@@ -135,25 +135,3 @@ class TrainState:
         self.evaluation = Evaluation(**contents["evaluation"]) if contents["evaluation"] else None
         self.best = Evaluation(**contents["best"]) if contents["best"] else None
         self.bad_images = dict(contents["bad_images"])
-
-    def receipt_row(self) -> dict[str, Any]:
-        """Return the receipt's row of the evaluated model; valid on rank 0.
-
-        All processes call this together.
-        """
-        evaluation = self.evaluation
-        assert evaluation is not None
-        digest, checksums = digest_and_checksums(
-            self.strategy.full_state({"model": self.eval_model.state_dict()})["model"]
-        )
-        return {
-            "step": evaluation.step,
-            "weights": f"sha256:{digest}",
-            "tensors": checksums,
-            "top1": evaluation.top1,
-            "top5": evaluation.top5,
-            "loss": None,  # JSON has no NaN
-            **evaluation.figures,
-            "images": f"{evaluation.images}/{evaluation.total}",
-            **({"not_finite": evaluation.not_finite} if evaluation.not_finite else {}),
-        }

@@ -38,10 +38,10 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         portable.prepare(from_yaml(text, str(folder.config), overrides), here)
 
     with freeze_imports():
+        from pipeline.addons.models.digest import weights_digest
         from pipeline.addons.models.evaluator import Evaluator
+        from pipeline.addons.models.trained import eval_model, eval_weights
         from pipeline.addons.ops.progress import log_evaluation
-        from pipeline.model.trained import eval_model, eval_weights
-        from pipeline.model.weights import weights_digest
         from pipeline.operate.start import broadcast_source, join
         from pipeline.record import checkpoint, checkpoint_files
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import for_evaluation, target_of
+from pipeline.addons.models.trained import eval_model
 from pipeline.addons.models.validation import open_validation
 from pipeline.config.schema import Config
 from pipeline.data.augment import evaluation_geometry
@@ -26,7 +27,6 @@ from pipeline.data.loader import EvalBatches
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import replacing
 from pipeline.model.architectures import build
-from pipeline.model.trained import eval_model
 from pipeline.model.weights import load_weights
 from pipeline.record import checkpoint, checkpoint_files
 

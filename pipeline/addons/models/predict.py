@@ -23,11 +23,11 @@ from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
+from pipeline.addons.models.trained import eval_model
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, StorageError, printable_name
-from pipeline.model.trained import eval_model
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.terminal import Terminal

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from pipeline.addons.models.archive import check_archive
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
+from pipeline.addons.models.trained import eval_weights
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
 from pipeline.group import Group
-from pipeline.model.trained import eval_weights
 from pipeline.model.weights import load_weights
 from pipeline.record import checkpoint, checkpoint_files
 

@@ -131,7 +131,7 @@ def _digests(path: Path) -> dict[str, str]:
     """Return the digest of each tensor of a checkpoint, by dotted name, in the model's order."""
     from torch import Tensor
 
-    from pipeline.model.weights import weights_digest
+    from pipeline.addons.models.digest import weights_digest
     from pipeline.record.checkpoint import decode
 
     found = {}
@@ -150,7 +150,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 def _checksums(old: Run, new: Run, steps: list[int]) -> Iterator[tuple[int, dict[str, str], dict[str, str]]]:
     """Yield the CRC-32 of each tensor by name, of evaluations that have them in both runs."""
-    from pipeline.model.trained import eval_weights
+    from pipeline.addons.models.trained import eval_weights
     from pipeline.record.checkpoint import read_model
 
     names = list(eval_weights(read_model(list_checkpoints(new.folder.checkpoints)[0])))

@@ -8,13 +8,13 @@ from pipeline.errors import BadImage
 from pipeline.record.journal import Journal, events
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job
-from pipeline.train.listener import End, Evaluated, Listener, Mirror, Start, Update
+from pipeline.train.listener import End, Evaluated, Listener, Start, Update
 
 
 class ToJournal(Listener):
     """Writes the rows from which the other records can be made again."""
 
-    def __init__(self, job: Job, start: Start, mirror: Mirror | None, log: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, start: Start, mirror: Any, log: Callable[[str], None]) -> None:
         self._job, self._folder, self._mirror = job, job.folder, mirror
         self._worlds = [event["tags"]["world"] for event in events(job.folder.journal, "started")]
         self._journal = Journal(job.folder.journal, log, start.step if start.evaluated else start.step - 1)

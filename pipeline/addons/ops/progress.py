@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 import time
+from typing import Any
 
 from pipeline.config.credentials import without_password
 from pipeline.errors import BadImage
@@ -12,13 +13,13 @@ from pipeline.record.terminal import Terminal, format_duration
 from pipeline.supervision import process_stat
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job
-from pipeline.train.listener import End, Evaluated, Listener, Mirror, Update
+from pipeline.train.listener import End, Evaluated, Listener, Update
 
 
 class ToTerminal(Listener):
     """Shows progress, validations and bad images, and at the end where the results are."""
 
-    def __init__(self, job: Job, mirror: Mirror | None, terminal: Terminal) -> None:
+    def __init__(self, job: Job, mirror: Any, terminal: Terminal) -> None:
         self._job, self._mirror, self._terminal = job, mirror, terminal
         self._is_first_step = True
 
@@ -86,7 +87,7 @@ def describe_evaluation(found: Evaluation) -> str:
     return line
 
 
-def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]:
+def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
     """Return the last lines of a finished run, by name."""
     config, folder, best = job.config, job.folder, end.best
     file = best and folder.checkpoint_of_step(best.step)

@@ -13,7 +13,7 @@ tensor, which names the first one that differs where no checkpoint was kept.
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.config.load import from_yaml
 from pipeline.errors import RunError
@@ -21,6 +21,9 @@ from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.train.listener import End, Evaluated, Listener, Start
+
+if TYPE_CHECKING:  # a receipt is read without torch
+    from pipeline.train.state import TrainState
 
 # the names of facts in the journal, which are MLflow's, and in the receipt
 _NAMES = {
@@ -97,6 +100,27 @@ class Receipt:
 def make_receipt(folder: RunFolder) -> dict[str, Any]:
     """Return the receipt of a run. Raises OSError, ValueError and RunError for damaged files."""
     return Receipt(folder).contents()
+
+
+def receipt_row(state: "TrainState") -> dict[str, Any]:
+    """Return the row of the evaluated model; valid on rank 0. All processes call this together."""
+    from pipeline.addons.models.digest import digest_and_checksums
+
+    evaluation = state.evaluation
+    assert evaluation is not None
+    weights = state.strategy.full_state({"model": state.eval_model.state_dict()})["model"]
+    digest, checksums = digest_and_checksums(weights)
+    return {
+        "step": evaluation.step,
+        "weights": f"sha256:{digest}",
+        "tensors": checksums,
+        "top1": evaluation.top1,
+        "top5": evaluation.top5,
+        "loss": None,  # JSON has no NaN
+        **evaluation.figures,
+        "images": f"{evaluation.images}/{evaluation.total}",
+        **({"not_finite": evaluation.not_finite} if evaluation.not_finite else {}),
+    }
 
 
 class ToReceipt(Listener):

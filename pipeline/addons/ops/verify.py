@@ -129,8 +129,8 @@ def _checkpoint_of(run: Run, step: int) -> Path:
         remedy = "docs/reproducibility.md, 'Publish a receipt', says where to get one"
         raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}, only {steps}", remedy)
 
-    from pipeline.model.trained import eval_weights
-    from pipeline.model.weights import weights_digest
+    from pipeline.addons.models.digest import weights_digest
+    from pipeline.addons.models.trained import eval_weights
     from pipeline.record.checkpoint import read_model
 
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"

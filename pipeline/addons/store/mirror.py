@@ -31,8 +31,7 @@ from pipeline.record.checkpoint_files import step_of
 from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import make_terminal
-from pipeline.train import listener
-from pipeline.train.listener import End, Start
+from pipeline.train.listener import End, Listener, Start
 
 FINISH_S = 120
 """Seconds that the end of a run waits for a store that takes nothing."""
@@ -60,7 +59,7 @@ def open_mirror(config: Config, folder: RunFolder) -> "Mirror":
         raise (error if isinstance(error, RunError) else folder.write_error(error)) from None
 
 
-class Mirror(listener.Mirror):
+class Mirror(Listener):
     """The mirror of one run, held by the process that trains it."""
 
     def __init__(
@@ -75,8 +74,12 @@ class Mirror(listener.Mirror):
         self._progress = self._allowed_s = 0.0
         """When the store last took something, on the monotonic clock, and the time for the next."""
         self._thread: threading.Thread | None = None
-        self.error = None
-        self.failures, self.uploaded = [], []
+        self.error: Exception | None = None
+        """Why the mirror is incomplete."""
+        self.failures: list[str] = []
+        """Why saves were not uploaded at once, since the journal's last look."""
+        self.uploaded: list[str] = []
+        """Names of the checkpoints that it has since then."""
         self._lease = Lease(store, _owner(folder))
         self._lease.take()
         try:
