@@ -10,6 +10,7 @@ import os
 import random
 import re
 import secrets
+import select
 import shlex
 import shutil
 import signal
@@ -276,6 +277,8 @@ class FaultProxy:
         self, client: socket.socket, requests: BinaryIO, server: socket.socket, answers: BinaryIO
     ) -> bool:
         """Answer one request; return True if the connection can take another."""
+        if server in select.select([client, server], [], [])[0]:
+            return False  # the server has closed an idle connection: the client must see that
         head = _read_head(requests)
         if not head:
             return False
