@@ -1,6 +1,7 @@
-"""The add-ons: a request names one of them, and it is imported then.
+"""The add-ons: `part("name")` imports one from `pipeline.addons` when the core asks for it.
 
-The core imports none of them, so nobody has to read them in order to read the core.
+The core imports none of them: what trains can be read without them. Some are parts of every run
+(its metrics, its terminal), the others are named by a request.
 """
 
 import gc

@@ -2,9 +2,9 @@
 
 Promise: every random number is a function of (seed, purpose, position). So no random state is
 saved, and a run draws the same numbers after a resume and at any number of processes or threads:
-only dropout is drawn per pass, whose number run.exact fixes. Why this holds: code that needs
-randomness seeds a generator with `derive(seed, purpose, *position)` just before it draws, and uses
-it for that position alone.
+only dropout is drawn per pass, and run.exact fixes how many passes there are. Why this holds: code
+that needs randomness seeds a generator with `derive(seed, purpose, *position)` just before it
+draws, and uses it for that position alone.
 
 torch is imported where it is used, because `derive` is also called before torch is imported.
 """

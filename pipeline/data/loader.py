@@ -1,8 +1,8 @@
 """The data loader, whose only input is a range of integers: the positions of batches in the run.
 
 Promise: the batch at a position is a function of (seed, position), whichever process makes it. So
-there may be any number of workers, a worker that dies is replaced at the same position, and the end
-of an epoch needs no code: the next epoch's first batch is prepared while the last one is trained
+there may be any number of workers, all start again at the same position if one dies, and the end of
+an epoch needs no code: the next epoch's first batch is prepared while the last one is trained
 on. The memory of a worker stays flat: it holds the mapped index and the order of an epoch.
 """
 
@@ -188,7 +188,7 @@ def batches(
     """
     if not plan.workers:
         for position in positions:
-            batch = maker[position]  # in this thread: augmenting seeds torch's default generator
+            batch = maker[position]  # in this thread: a policy draws from torch's default generator
             yield pin_batch(batch) if pin else batch
         return
     done, failures = 0, 0

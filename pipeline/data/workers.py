@@ -82,7 +82,7 @@ def _receive(pipe: Connection) -> Batch:
     """Return the next batch of a worker, and let it make one more."""
     try:
         # a pickle, but from our own fork; the pixels follow as a descriptor, and are not copied
-        fields, shape = pipe.recv() or pipe.recv()  # None: it has started
+        fields, shape = pipe.recv() or pipe.recv()  # the first message is None: it has started
         if isinstance(fields, str):
             raise RuntimeError(f"in a loader worker: {fields}")
         if shape:

@@ -37,7 +37,7 @@ def find(
 ) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
-    1. run.resume=never: a fresh start (an earlier run is set aside once all checks have passed).
+    1. run.resume=never: a fresh start (an earlier run is set aside once all ranks agree).
     2. run.resume=PATH: that checkpoint, or the newest of that folder that verifies, and nothing
        else.
     3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does,

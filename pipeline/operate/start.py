@@ -3,7 +3,8 @@
 `operate.launch` has checked the request without torch and, on rank 0, taken the folder's lock. Rank
 0 then chooses what to resume from. Once the group has formed, all ranks compare their requests,
 and get rank 0's index of the data and its checkpoint: file systems may list differently.
-`train.session` gets complete values, and decides nothing of this.
+`train.session` gets complete values. It changes only what the built model shows: passes that fit
+into the memory, and whether compiling repays.
 """
 
 from dataclasses import replace
@@ -47,7 +48,7 @@ def run_rank(
 ) -> str:  # fmt: skip
     """Train as one process of `world`; return the result line. Raises a RunError without one.
 
-    checked, mirror: what rank 0 has found without torch, and opened. The other ranks have none.
+    checked: what rank 0 has found without torch; mirror: what it has opened. Other ranks have none.
     """
     rank = Rank(config, world, folder, stop)
     rank.watchdog.start()
@@ -73,6 +74,7 @@ class Rank:
     def settle(self, checked: Checked | None, mirror: Any) -> Settled:
         """Return what to train, from which state. All processes of the run call it together."""
         config, world, folder, stop = self._config, self._world, self._folder, self._stop
+        # rank 0 decides here, while the others wait for it in `join`
         found, weights = self._decide(checked, mirror) if checked else (None, None)
         request = request_digest(config, world)
         saving = partial(saving_failure, config, folder, request, self._terminal.log)
@@ -81,7 +83,7 @@ class Rank:
         with saving(), leaving, self.watchdog.allow_pause(_RESTORE_S):
             group = join(config, world)
         if not group.is_main:
-            folder.lock.join_holder()  # rank 0, which has the lock by now
+            folder.lock.join_holder()  # takes no lock: stops writing if another start takes rank 0's
         group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
         process = Process(group, self._terminal, make_timer(group.device), self.watchdog, stop)
         with saving():
@@ -89,6 +91,10 @@ class Rank:
             check_same_request(config, group)
             source = broadcast_source(config, group, checked.source if checked else None)
             job = Job(config, agree_on_plan(config, group, source), source, folder, request)
+            if checked and checked.config.run.resume == "never":
+                aside = folder.set_aside()
+                moved = f"moved the contents of {folder.path} to {aside}"
+                self._terminal.show(moved if aside else "a fresh start")
             # rank 0 alone has read the checkpoint; the others get its bytes
             contents = broadcast_contents(found, group)
         return Settled(job, process, contents, found.path if found else None, weights, mirror)
@@ -98,8 +104,8 @@ class Rank:
     ) -> tuple[VerifiedCheckpoint | None, dict[str, Tensor] | None]:
         """Return what rank 0 resumes from, or else the first weights if model.init names some.
 
-        Raises EarlyStopError at a signal. Nothing is changed before all checks have passed; if one
-        fails, the launcher ends the others, which wait in `join`.
+        Raises EarlyStopError at a signal. It changes nothing: if a check fails, the launcher ends
+        the others.
         """
         config, folder, terminal = checked.config, self._folder, self._terminal
         try:
@@ -111,10 +117,6 @@ class Rank:
             if mirror:
                 mirror.close()
             raise
-        if config.run.resume == "never":
-            aside = folder.set_aside()
-            moved = f"moved the contents of {folder.path} to {aside}"
-            terminal.show(moved if aside else "a fresh start")
         terminal.show(f"{config.recipe} in {folder.path}\n{part('plan table')(checked.plan)}")
         return found, weights
 
@@ -153,7 +155,7 @@ def form_group(config: Config, world: World, device: torch.device) -> Group:
                     f"ranks {gpus.index(gpu)} and {rank} use the same GPU ({group.hosts[rank]}, {gpu})",
                     "start one process per GPU and give each its LOCAL_RANK, or show each process only its"
                     " own GPU, or set run.device=cpu",
-                ).collective()
+                ).collective()  # a mark: all raise this, so that one prints it
     return group
 
 
@@ -167,7 +169,7 @@ def check_same_request(config: Config, group: Group) -> None:
                 f"rank {rank} was started with another configuration than rank 0, which has"
                 f" {' '.join(stated)[:200]}",
                 "give all processes the same keys",
-            ).collective()  # a mark: all raise this, so that one prints it
+            ).collective()
 
 
 def broadcast_source(config: Config, group: Group, source: Source | None) -> Source:

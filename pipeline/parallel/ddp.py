@@ -1,11 +1,13 @@
 """DistributedDataParallel: whole models, whose gradients are averaged during the backward pass.
 
-Resuming to the same bits needs two choices. DDP rebuilds its gradient buckets after the first
-backward pass, and other buckets give other sums from 3 processes on: a discarded, synchronised pass
-at the start (`train.session`) gives a resumed run the buckets of an uninterrupted one. And buffers
-are not broadcast in every pass: training itself never reads running statistics. An evaluation takes
-rank 0's, which a checkpoint holds, too; with model.batchnorm=average both take the mean
-(which deterministic runs refuse: a resume rounds it differently).
+Resuming to the same bits needs two choices.
+
+- DDP rebuilds its gradient buckets after the first backward pass, and other buckets give other sums
+  from 3 processes on. A discarded, synchronised pass at the start (`train.session`) gives a resumed
+  run the buckets of an uninterrupted one.
+- Buffers are not broadcast in every pass: training itself never reads running statistics. An
+  evaluation takes rank 0's, which a checkpoint holds, too. With model.batchnorm=average both take
+  the mean. Deterministic runs refuse that: a resume rounds it differently.
 
 The wrapper is compiled, not the model: so torch splits the backward pass at the buckets, and they
 are still sent while it runs. DDP's `static_graph` stays off: it saves the search for unused
@@ -45,7 +47,7 @@ class DDPStrategy(Strategy):
             options["device_ids"] = [group.device]
             if _BATCHED_COPY in _OPTIONS:  # not on a CPU: of 3 processes it would round otherwise
                 options[_BATCHED_COPY] = True
-        self._ddp = DistributedDataParallel(model, **options)
+        self._ddp = DistributedDataParallel(model, **options)  # it broadcasts rank 0's weights
         if config.train.gradient_dtype == "bf16":
             self._ddp.register_comm_hook(None, bf16_compress_hook)
         self._run_model = self._compiled(self._ddp, plan)

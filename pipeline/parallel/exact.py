@@ -12,7 +12,7 @@ any grouping: gradients in units of 2^-fraction_bits, running statistics in unit
   in range, else `has_overflow` says so. A counter (`num_batches_tracked`) rises by 1 a step.
 - Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can
   overflow. A larger gradient, or one that is not finite, is noticed before the update
-  (`has_overflow`).
+  (the loss guard asks `has_overflow`).
 - Resolution: a unit of 2^-44 is 6e-14.
 - Cost: twice the bytes of DDP, in buckets that are sent while the last backward pass still runs.
 
@@ -83,6 +83,7 @@ class ExactStrategy(Strategy):
 
     @contextmanager
     def gradient_sync(self, micro: int) -> Iterator[None]:
+        """Restore the buffers, let a shard run, add it; after the last, sum over the ranks."""
         if micro == 0:
             self._begin_step()
         self._is_last_pass = micro == self._passes - 1

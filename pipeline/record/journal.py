@@ -107,7 +107,8 @@ class Journal:
     def __init__(self, path: Path, log: Callable[[str], None], resumed_at: int | None = None) -> None:
         """resumed_at: the step after which figures of earlier starts will be computed again.
 
-        They are remembered, and written again only if they differ. -1: all; None: none.
+        They are remembered, and written again only if they differ. -1: a fresh start, all; None:
+        none. It is the step before that of the checkpoint if that has no evaluation yet.
         """
         self._log = log
         self._lock = threading.Lock()  # the thread that saves checkpoints writes rows, too

@@ -197,10 +197,10 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:
     """Return the sample ids of the last update in global order, and one digest over all samples."""
     trainer.state.confirm_step()  # nothing of a step whose loss is bad is recorded
-    parts = trainer.process.group.all_gather(
+    by_rank = trainer.process.group.all_gather(
         [(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used]
     )
-    passes = [ids_and_digests for part in parts for ids_and_digests in part]
+    passes = [ids_and_digests for of_rank in by_rank for ids_and_digests in of_rank]
     digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
     return [sample for ids, _ in passes for sample in ids], digest
 

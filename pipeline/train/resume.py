@@ -43,7 +43,7 @@ def _is_newer(path: Path, other: Path) -> bool:
     return (step_of(path), path.stat().st_mtime_ns) > (step_of(other), other.stat().st_mtime_ns)
 
 
-def resume(
+def load_checkpoint(
     state: TrainState,
     contents: dict[str, Any],
     used: Path | None,

@@ -38,11 +38,11 @@ from pipeline.train.job import Job, Process, Settled
 from pipeline.train.listener import End
 from pipeline.train.loop import Trainer, train
 from pipeline.train.records import Records, open_records
-from pipeline.train.resume import resume
+from pipeline.train.resume import load_checkpoint
 from pipeline.train.state import TrainState
 from pipeline.train.step import warm_up
 
-_FIRST_STEPS = 3  # of a run: if they lack memory, the request is wrong; a later start may not change it
+_FIRST_STEPS = 3  # of a run: a shortage of memory in them is saved as the request's failure
 _CRASH_MIRROR_S = 10  # for which a process that crashes may upload to the mirror
 
 
@@ -54,11 +54,11 @@ def set_up(settled: Settled) -> Trainer:
         job, state = build_state(job, process, settled.weights, is_resumed=contents is not None)
         process.watchdog.beat()
         if contents:
-            resume(state, contents, settled.checkpoint, job.config, log)
+            load_checkpoint(state, contents, settled.checkpoint, job.config, log)
     if _is_finished(job, process, state):
         group.run_long_task(partial(_update_mirror, settled.mirror, process))
         return Trainer(job, process, state, Records())
-    # rank 0 tidies the folder, opens the journal and starts the sender; then all agree
+    # rank 0 sets newer checkpoints aside, writes configuration and plan, opens the journal
     records = open_records(job, process, state, settled.checkpoint, settled.mirror)
     return Trainer(job, process, state, records)
 
@@ -96,7 +96,7 @@ def build_state(
     state = TrainState.build(strategy, make_loss_guard(strategy, process.timer, config.start_again), config)
     watchdog.beat()
     if strategy.warms_up:
-        first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
+        before = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
         with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
             if plan.compiles:
                 log("compiling, which takes a minute or so ...")
@@ -104,7 +104,7 @@ def build_state(
                 run_pass = partial(warm_up, strategy, normalise, process.timer, plan, is_synced=False)
                 group.raise_together(part("compile")(config.model.arch, run_pass, process.stop))
             warm_up(strategy, normalise, process.timer, plan)
-        load_weights(model, first_weights)
+        load_weights(model, before)
     return replace(job, plan=plan), state
 
 

@@ -2,9 +2,9 @@
 
 Promise: if `config.is_deterministic` (run.deterministic, run.exact, and on CPUs run.portable), and
 with the same plan, a run that loads this state at step n continues to the same bits as the run that
-saved it. It is small because order, augmentation,
-dropout and the learning rate are functions of the step. `train.loop` adds who saved it
-(`Records.identity`: configuration, data, world), which `train.resume` compares.
+saved it. It is small because order, augmentation, dropout and the learning rate are functions of
+the step. `train.loop` adds who saved it (`Records.identity`): `operate.resume.find` compares
+configuration and data, `train.resume` names a changed number of processes.
 """
 
 from dataclasses import asdict, dataclass, field

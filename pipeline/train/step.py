@@ -1,6 +1,6 @@
 """One update: forward and backward over this process's share of the global batch, then the weights.
 
-Nothing here waits for the device: losses and counts stay on it, as integers, until they are
+Nothing here waits for the device: losses and counts stay on it, summed as integers, until they are
 reported. What the passes draw (dropout) is addressed by (seed, step, shard), where a shard is one
 pass of one process.
 """
@@ -45,8 +45,7 @@ class Step:
             with self._timer.charge("data"):
                 batch = next(batches)
             self.used.append(batch)
-            # dropout draws from a generator that is seeded by position: no state of it to save.
-            # After `next`: without workers a batch is made here, and augmenting seeds it, too
+            # dropout draws from a generator that is seeded by position: no state of it to save
             seed_network(self._config.run.seed, "network", state.step, group.rank * passes + micro)
             with self._timer.charge("forward_backward"):
                 # gradients add up over the passes; only the last one exchanges them
@@ -58,7 +57,7 @@ class Step:
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
-        # if the loss was bad, the device leaves the update out: the host learns of it a step later
+        # if the loss was bad, a GPU leaves the update out: the host learns of it a step later
         state.loss_guard.skip_bad_update(state.optimizer, has_scaler=scaler.is_enabled())
         if config.train.clip is not None:
             scaler.unscale_(state.optimizer)  # the norm is that of the true gradient
