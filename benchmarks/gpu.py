@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -127,8 +128,11 @@ class Suite:
         command = [sys.executable, str(Path(__file__).with_name(f"{script}.py")), *arguments]
         with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
             assert process.stdout
+            limit = threading.Timer(max(1, self._seconds_left()), process.kill)  # a GPU is paid by time
+            limit.start()
             for line in process.stdout:
                 self._print(line.rstrip())
+            limit.cancel()
         if process.returncode:
             raise TurnError(f"exit {process.returncode}")
         return "done"

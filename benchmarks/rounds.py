@@ -6,6 +6,7 @@ divided by the reference's in the same round. The median of these ratios is the 
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pipeline import launcher
 from pipeline.cli.arguments import Parser, positive_int
 from pipeline.cli.main import execute, exit_with
 from pipeline.errors import one_line
-from pipeline.supervision import cpu_seconds
+from pipeline.supervision import process_stat
 
 Turn = Callable[[], float | tuple[float, float]]
 """Runs one turn; returns images/s, or (images/s, CPU seconds of an image). May raise TurnError."""
@@ -108,7 +109,8 @@ def row(name: str, measure: Callable[..., str], *arguments: object) -> str:
 
 def workers_cpu_seconds() -> float:
     """Return the CPU time that the worker processes of this process have used."""
-    return sum(cpu_seconds(process.pid) for process in active_children() if process.pid)
+    stats = [process_stat(process.pid) for process in active_children() if process.pid]
+    return sum(int(ticks) for stat in stats for ticks in stat[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
 def add_size(parser: Parser, steps: int = 8) -> None:

@@ -50,9 +50,3 @@ def kill_frozen_peers(pids: list[int]) -> None:
 def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third on: the second may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process has used."""
-    user, system = process_stat(pid)[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

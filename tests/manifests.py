@@ -100,6 +100,18 @@ def _nodes(documents: list[Document]) -> Rules:
     host = config.get("PET_RDZV_ENDPOINT", "").partition(":")[0]
     yield nodes == "1" or host == f"trainer-0.{pod.get('subdomain')}", "the rendezvous is at node 0"
     yield spec["backoffLimit"] >= 2 * spec["completions"], "the loss of node 0 ends every pod"
+    yield spec["successPolicy"]["rules"] == [{"succeededIndexes": "0"}], "pod 0 completes the Job"
+    yield spec["podReplacementPolicy"] == "Failed", "an index has one pod at a time"
+    fail, ignore = spec["podFailurePolicy"]["rules"]
+    codes = fail["onExitCodes"]
+    permanent = (fail["action"], codes["containerName"], codes["values"]) == (
+        "FailJob",
+        "preflight",
+        [2, 3, 4],
+    )
+    yield permanent, "a permanent error fails the Job at once"
+    evicted = [{"type": "DisruptionTarget", "status": "True"}]
+    yield (ignore["action"], ignore["onPodConditions"]) == ("Ignore", evicted), "an eviction does not count"
     shutdown = int(config["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     yield 60 <= shutdown < pod["terminationGracePeriodSeconds"], "a step and a save < torchrun < the pod"
 

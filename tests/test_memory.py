@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import SMALL, Job
 
-from pipeline.addons.models.memory import fit_passes, try_pass
+from pipeline.addons.models.memory import explain_shortage, fit_passes, try_pass
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.order import Order
@@ -62,6 +62,9 @@ def fit(
 def test_passes_become_smaller_until_they_fit_on_all_ranks() -> None:
     plan, fits, tried, lines = fit(48)
     assert (fits, tried, lines) == (plan, [48], [])
+    shortage = explain_shortage(OUT_OF_MEMORY, load("digits", []), plan, first_step=3)
+    assert shortage
+    assert "with more processes" in str(shortage), "a resumed run keeps its passes"
     plan, fits, tried, lines = fit(20, other_limit=12)
     assert tried == [48, 24, 16, 12]
     assert fits == replace(plan, accumulate=4, micro_batch=12)

@@ -64,11 +64,12 @@ class StopRequest:
     def __init__(self) -> None:
         self._received: list[int] = []
         self._noticed_at = 0.0
+        self._has_raised = False
         self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def listen(self) -> None:
         """Note each signal from now on: before torch is imported."""
-        if handle(lambda number, frame: None):
+        if handle(lambda number, frame: self.is_set()):
             signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def is_set(self) -> bool:
@@ -77,7 +78,7 @@ class StopRequest:
             self._noticed_at = time.monotonic()
         with suppress(BlockingIOError):
             self._received += [number for number in os.read(self._pipe, 512) if number in SIGNALS]
-        return bool(self._received)
+        return bool(self._received) or self._has_raised
 
     def seconds_left(self) -> float | None:
         """Return how long this process may take until its launcher kills it; None: no signal."""
@@ -110,7 +111,7 @@ class StopRequest:
             nonlocal is_leaving
             if is_leaving:
                 return repeat(number)
-            is_leaving = True
+            is_leaving = self._has_raised = True  # another thread may be reading the pipe just now
             raise _Stop
 
         try:

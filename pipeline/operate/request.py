@@ -2,7 +2,7 @@
 
 A check returns a line for the user or what it loaded, or raises the RunError that a start would end
 with. None imports torch or communicates with other ranks: a node that replaces a lost one is
-checked while the others train. None changes anything.
+checked while the others train. None changes anything, but missing digits are made.
 """
 
 import os

@@ -91,13 +91,22 @@ class Rank:
             check_same_request(config, group)
             source = broadcast_source(config, group, checked.source if checked else None)
             job = Job(config, agree_on_plan(config, group, source), source, folder, request)
-            if checked and checked.config.run.resume == "never":
-                aside = folder.set_aside()
-                moved = f"moved the contents of {folder.path} to {aside}"
-                self._terminal.show(moved if aside else "a fresh start")
+            if config.run.resume == "never":  # on rank 0 a restart of the job may have replaced it
+                is_fresh = checked is not None and checked.config.run.resume == "never"
+                group.raise_together(self._set_aside() if is_fresh else None)
             # rank 0 alone has read the checkpoint; the others get its bytes
             contents = broadcast_contents(found, group)
         return Settled(job, process, contents, found.path if found else None, weights, mirror)
+
+    def _set_aside(self) -> RunError | None:
+        """Move an earlier run's files into a subfolder; return the error if that fails."""
+        try:
+            aside = self._folder.set_aside()
+        except RunError as error:
+            return error
+        moved = f"moved the contents of {self._folder.path} to {aside}"
+        self._terminal.show(moved if aside else "a fresh start")
+        return None
 
     def _decide(
         self, checked: Checked, mirror: Any

@@ -13,6 +13,7 @@ After five failures in a row, and ten minutes, the run ends with exit code 4.
 
 import hashlib
 import io
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import StorageError, one_line
-from pipeline.files import FULL, sync_folder
+from pipeline.files import FULL, sync_folder, temporary_sibling
 from pipeline.lazy import part
 from pipeline.model.weights import map_tensors
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
@@ -56,7 +57,10 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
     for name, kinds in (parts or {}).items():
-        if not isinstance(contents.get(name, ...), kinds):
+        found = contents.get(name, ...)
+        if not isinstance(found, kinds) or (
+            name == "classes" and not all(isinstance(label, str) for label in found)
+        ):
             raise StorageError(
                 f"{origin} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
             )
@@ -145,7 +149,7 @@ class CheckpointWriter:
             try:
                 saved = self._write(snapshot, step)
                 break
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # torch.save raises its own for a full disk
                 self._log_failure(error, step)
             if self.is_folder_removed or time.monotonic() + _RETRY_S >= end:
                 return
@@ -156,21 +160,36 @@ class CheckpointWriter:
 
     def _write(self, snapshot: dict[str, Any], step: int) -> Path:
         """Return the file once it is on the disk."""
-        torch.save(snapshot, file := io.BytesIO())
-        data = file.getbuffer()
-        digest = hashlib.sha256(data).hexdigest()
-        saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
-        self._run.write(saved, data)  # to a temporary file, which is synced and renamed
-        sync_folder(self._folder)
+        temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
+        self._run.check_ours()
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(snapshot, file)
+                file.flush()
+                os.fsync(file.fileno())
+            with open(temporary, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            self._run.check_ours()
+            saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
+            os.rename(temporary, saved)
+            sync_folder(self._folder)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
         return saved
 
-    def _log_failure(self, error: OSError, step: int) -> None:
+    def _log_failure(self, error: BaseException, step: int) -> None:
         if not self.failures:
             self._failing_since = time.monotonic()
         self.failures += 1
-        reason = f"{error.strerror}: free disk space" if error.errno in FULL else str(error)
-        if self.is_folder_removed:
-            reason = f"{self._folder} was removed or renamed"
+        # torch.save raises an error about the file's position instead of the system's
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        reason = f"{self._folder} was removed or renamed" if self.is_folder_removed else str(cause or error)
+        if cause is not None and cause.errno in FULL:
+            reason = f"{cause.strerror}: free disk space"
         self._log(
             f"checkpoint of step {step} was not saved: {reason}; failure {self.failures}, the run ends after"
             f" {MAX_FAILURES} in a row and {MAX_FAILING_S // 60} min"

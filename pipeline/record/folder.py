@@ -50,7 +50,9 @@ class RunFolder:
 
     def has_checkpoints(self) -> bool:
         """Return True if there is a file named like a checkpoint, verified or not."""
-        return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
+        with suppress(OSError):
+            return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
+        return False
 
     def contains(self, checkpoint: Path) -> bool:
         """Return True if the checkpoint is in this folder, by whatever path it is named."""

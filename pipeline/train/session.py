@@ -42,7 +42,7 @@ from pipeline.train.resume import load_checkpoint
 from pipeline.train.state import TrainState
 from pipeline.train.step import warm_up
 
-_FIRST_STEPS = 3  # of a run: a shortage of memory in them is saved as the request's failure
+_FIRST_STEPS = 3  # of a start: a shortage of memory in them is the request's, and is saved
 _CRASH_MIRROR_S = 10  # for which a process that crashes may upload to the mirror
 
 
@@ -117,6 +117,7 @@ def train_to_end(trainer: Trainer) -> Evaluation:
     """Train to the last step; return the evaluation of its model. Record why if that fails."""
     job, process, state = trainer.job, trainer.process, trainer.state
     config, plan, group, log = job.config, job.plan, process.group, process.terminal.log
+    first_step = state.step
     try:
         with saving_failure(config, job.folder, job.request, log):
             data = TrainBatches(job.source.train, config, plan, group.rank)
@@ -141,8 +142,8 @@ def train_to_end(trainer: Trainer) -> Evaluation:
         group.shutdown()
         raise
     except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
-        is_first = state.step < _FIRST_STEPS
-        shortage = part("explain shortage")(error, config, plan) if is_first else None
+        is_start = state.step < first_step + _FIRST_STEPS
+        shortage = part("explain shortage")(error, config, plan, first_step) if is_start else None
         if shortage:
             job.folder.check_ours()
             save_failure(job.folder.path, shortage, job.request)

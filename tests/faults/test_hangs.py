@@ -72,7 +72,7 @@ def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, 
     run.prelude = (
         "import ctypes\n"
         "from pipeline.guards import nonfinite, watchdog\n"
-        "from pipeline.train import setup\n"
+        "from pipeline.train import session\n"
         "watchdog.STOP_S = 4\n"
         "class Event:\n"
         "    records = 0\n"
@@ -88,7 +88,7 @@ def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, 
         "    if parts[0].group.is_main:\n"
         "        guard._copied = Event()\n"
         "    return guard\n"
-        "setup.make_loss_guard = make_loss_guard\n"
+        "session.make_loss_guard = make_loss_guard\n"
     )
     run.start().wait_until((tmp_path / "waits").exists, "wait")
     assert run.process

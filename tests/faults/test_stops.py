@@ -266,7 +266,7 @@ def test_a_stop_cuts_neither_slow_steps_nor_saves_short(
         nonlocal saved
         yield from itertools.repeat(False, 45)  # a step
         watched.beat()
-        stop._set_flag()
+        stop._received.append(signal.SIGTERM)
         yield from itertools.repeat(False, 60)  # a step that takes longer
         with watched.allow_pause():
             yield from itertools.repeat(False, 140)  # a save

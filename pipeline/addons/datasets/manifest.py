@@ -68,8 +68,10 @@ def save_index(index: Index, *folders: Path) -> None:
     failures = []
     for folder in folders:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / f"{index.digest[:16]}{_CACHED}", data, durable=False, shared=True)
+            file = folder / f"{index.digest[:16]}{_CACHED}"
+            if not file.exists():  # else it is this index: its name is the digest
+                folder.mkdir(parents=True, exist_ok=True)
+                atomic_write(file, data, durable=False, shared=True)
             return
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")

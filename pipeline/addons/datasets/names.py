@@ -8,7 +8,7 @@ from pipeline.errors import printable_name
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".jfif", b".jpe",
               b".jif", b".jfi", b".mpo", b".apng", b".dib", b".pnm", b".ppm", b".pgm", b".pbm")  # fmt: skip
-"""Extensions of the formats that `data.images` decodes."""
+"""Extensions of the formats that `addons.datasets.images` decodes."""
 _SYSTEM_NAMES = {
     b"__macosx", b"icon\r", b"network trash folder", b"temporary items", b"lost+found", b"__pycache__",
     b"thumbs.db", b"ehthumbs.db", b"desktop.ini", b"$recycle.bin", b"system volume information", b"found.000",

@@ -1,9 +1,9 @@
 """The environment of one node, shared by compose, the rehearsal and the Kubernetes manifests.
 
 torchrun accepts every flag as a variable `PET_<FLAG>`. So the command of a container is torchrun
-itself, without a shell in between that would not pass signals on. With these values a run recovers
-by itself from a lost worker, a lost node and a lost node 0 (measured on Kubernetes 1.36, see
-docs/operations.md).
+itself, without a shell in between that would not pass signals on (but in the rehearsal). With these
+values a run recovers by itself from a lost worker, a lost node and a lost node 0 (measured on
+Kubernetes 1.36, see docs/operations.md).
 """
 
 from collections.abc import Sequence

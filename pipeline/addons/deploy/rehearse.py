@@ -130,7 +130,8 @@ class Cluster:
             if isinstance(code, Exception):
                 raise code
             if code in _PERMANENT:  # of the preflight: torchrun exits with 1
-                raise errors.from_exit_code(code)(self._last_lines[node].removeprefix("pipeline: "))
+                line = self._last_lines.get(node, f"node {node} exited with {code}")
+                raise errors.from_exit_code(code)(line.removeprefix("pipeline: "))
             if code == OK and node == 0:  # rank 0 leaves last: the training is done
                 for fault in faults:
                     _log(f"the training ended before step {fault.step}: did not {fault}")

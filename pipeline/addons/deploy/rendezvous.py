@@ -327,7 +327,8 @@ def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:
     """Return the numbers of nodes that may form a round. Exits with 2 if there is none."""
     low, high = parameters.min_nodes, parameters.max_nodes
     given = str(parameters.get("allowed_nodes") or "")
-    numbers = map(int, re.findall(r"\d+", given)) if given else range(low, high + 1)
+    is_list = re.fullmatch(r"\d+(\+\d+)*", given)
+    numbers = map(int, given.split("+") if is_list else ()) if given else range(low, high + 1)
     allowed = [number for number in numbers if low <= number <= high]
     if not allowed:
         problem = f"allowed_nodes={given} in --rdzv-conf has no number from {low} to {high} (--nnodes)"

@@ -37,11 +37,10 @@ _PARTS: dict[str, Callable[[MlflowRun], None]] = {
     "figures": parts.send_figures,
     "model": send_model,
 }
-_AT_END = ("description", "links", "files", "figures")
 _DUE = {
     "started": ("parameters", "tags", "parent", "description", "links", "inputs", "files"),
     "evaluated": ("figures",),
-    "ended": (*_AT_END, "model"),
+    "ended": ("description", "links", "files", "figures", "model"),
 }
 """The parts that are due after an event, in the order in which they are sent."""
 
@@ -106,12 +105,11 @@ class Delivery:
         return True
 
     def send_all_parts(self) -> None:
-        """Send all parts that are due, also those that failed, and those of an end once more.
+        """Send all parts that are due, also those that failed, and links and files once more.
 
         Raises the first RequestError of a part, or TemporaryError if one could not be sent.
         """
-        # the report is drawn after the end; not the model: another run may have its alias by now
-        self._add_due(*(_AT_END if final_status(self._folder.journal) else ()))
+        self._add_due("links", "files")  # the report is drawn, and another run may be there, after the end
         connection.set_timeout(connection.FILE_TIMEOUT_S)
         while self.send_part():
             pass
@@ -152,7 +150,8 @@ class Delivery:
         if saved.get("run_id") != run.run_id or not _is_row_start(self._folder.journal, saved["offset"]):
             saved = {}
         self._offset = saved.get("offset", 0)
-        self._due = {name: None for name in saved.get("due", []) if name in _PARTS}
+        # a part that failed stays behind the others: it may have been what took the server away
+        self._due = {name: self._due.get(name) for name in saved.get("due", []) if name in _PARTS}
         self._history.clear()
         return run
 

@@ -70,14 +70,18 @@ def _send_beside_training(delivery: Delivery, folder: RunFolder) -> None:
     os.dup2(2, 1)  # once rank 0 is dead, whatever mlflow prints to the pipe would end this process
     _lock_sending(folder)
     os.nice(10)  # training has priority
-    line, has_failed, pause = READY, False, _POLL_S
+    failure: Exception | None = None
+    pause = _POLL_S
     try:
         delivery.send_rows()
     except Exception as error:  # no failure of a tracker may reach training
-        line, has_failed = root_cause(error), True
-        log(f"MLflow does not accept requests: {line}")
+        failure = error
+        log(f"MLflow does not accept requests: {root_cause(error)}")
+    line = root_cause(failure) if failure else READY
     with contextlib.suppress(OSError):  # rank 0 may be gone
         os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
+    if failure and training_over.is_set():  # there is no time for another attempt
+        raise failure
     while True:
         is_last = training_over.wait(pause)  # whatever was written until then is delivered now
         try:
@@ -86,13 +90,13 @@ def _send_beside_training(delivery: Delivery, folder: RunFolder) -> None:
                 delivery.mark_failed()
                 return delivery.send_all_parts()
             pause = 0 if delivery.send_part() else _POLL_S
-            has_failed = False
+            failure = None
         except Exception as error:
             if is_last:
                 raise
-            if not has_failed:
+            if failure is None:
                 log(f"MLflow does not accept requests: {root_cause(error)}")
-            has_failed, pause = True, min(_MAX_PAUSE_S, 2 * max(pause, _POLL_S))
+            failure, pause = error, min(_MAX_PAUSE_S, 2 * max(pause, _POLL_S))
 
 
 def _watch_rank_0(delivery: Delivery) -> threading.Event:

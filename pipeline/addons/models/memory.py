@@ -33,12 +33,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_torchs or (isinstance(error, RuntimeError) and bool(_SHORTAGES.search(str(error))))
 
 
-def explain_shortage(error: Exception, config: Config, plan: Plan) -> RequestError | None:
+def explain_shortage(error: Exception, config: Config, plan: Plan, first_step: int) -> RequestError | None:
     """Return the error of a start whose first steps do not fit into memory; None for any other."""
     if not is_out_of_memory(error):
         return None
     key, processes = ("exact.shards", plan.world) if config.run.exact else ("batch.accumulate", 1)
     problem = f"the first steps do not fit into memory ({one_line(error)})"
+    if first_step:  # a resumed run keeps its passes
+        return RequestError(problem, "resume it with more processes, or on devices with more memory")
     return RequestError(problem, f"raise {key}, which is {plan.accumulate * processes}")
 
 

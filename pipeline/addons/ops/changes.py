@@ -19,7 +19,7 @@ def describe_data_change(config: Config, source: Source, before: str, fallback_c
     index = source.index and find_cached_index(data_root(config), fallback_cache, before)
     if not index or not source.index:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
-    return list_first(list(changes(index, source.index)), 3)
+    return list_first(list(changes(index, source.index)) or ["its names are sorted in another way"], 3)
 
 
 def refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -> None:

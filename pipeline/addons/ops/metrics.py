@@ -28,11 +28,11 @@ class Metrics:
 
     def __init__(self, job: Job, process: Process, strategy: Strategy) -> None:
         self._plan, self._group, self._timer = job.plan, process.group, process.timer
-        self._stragglers = StragglerWatch(strategy, process.timer, process.terminal.log)
         self._mfu = MfuMeter(job.config, job.plan, process.group)
         self._pop_failed_reads = part("failed reads") if is_bucket(job.config.data.root) else list
         self._has_new_steps = False
         self._timer.pop()  # the time before this is not training
+        self._stragglers = StragglerWatch(strategy, process.timer, process.terminal.log)
         self.restart_window()
 
     def restart_window(self) -> None:

@@ -1,11 +1,15 @@
 """The command report: make a run's report/ from its folder, during or after it, on any machine."""
 
+import os
 import sys
 from pathlib import Path
 
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command
 from pipeline.errors import RequestError, StorageError
+
+STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
+"""Environment variable of `pipeline report` if a run starts it: it then writes for that run."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -29,6 +33,8 @@ def report(path: Path) -> str:
 
     check_run_folder(path)
     folder = RunFolder(path)
+    if STARTED_BY_RUN in os.environ:
+        folder.lock.join_holder()
     if not folder.journal.exists():
         raise RequestError(
             f"{path} is not the folder of a run that has started", "give one, such as runs/digits"

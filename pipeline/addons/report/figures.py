@@ -1,8 +1,8 @@
 """Figures of a run, drawn from its folder alone, for `report/` and for MLflow.
 
 Promise: training never draws. matplotlib is imported inside the functions, which run in a process
-beside the training (MLflow's sender) or after its last step. A figure that cannot be drawn does not
-keep the others from being drawn.
+beside the training (MLflow's sender) or after it (`pipeline report`). A figure that cannot be drawn
+does not keep the others from being drawn.
 """
 
 import io

@@ -1,9 +1,12 @@
 """Data that rank 0 keeps for the report: predictions, and images as the model saw them.
 
-It is drawn after the end of training. A failure to keep something, such as a full disk, is logged
-and does not stop training.
+Another process draws it. A failure to keep something, such as a full disk, is logged and does not
+stop training.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline.addons.report import evaluations
+from pipeline.addons.report.commands import STARTED_BY_RUN
 from pipeline.addons.report.evaluations import SavedEvaluation
-from pipeline.addons.report.figures import draw_report
 from pipeline.addons.report.page import write_page
 from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
 from pipeline.data.interface import OutageError, UnreadableError
@@ -23,6 +26,7 @@ from pipeline.train.listener import End, Evaluated, Listener, Start
 
 _COUNT = 16
 _MAX_SIDE = 112
+_DRAWING_TIMEOUT_S = 120
 
 
 class ToReport(Listener):
@@ -72,14 +76,25 @@ class ToReport(Listener):
     def closed(self, end: End) -> None:
         """Write the web page of the run, with the pictures if it is finished."""
         if end.is_finished:
-            self._keep(lambda: draw_report(self._folder, self._log))
+            self._keep(self._draw)
         self._keep(lambda: write_page(self._folder))
+
+    def _draw(self) -> None:
+        """Draw the pictures of the report, in another process."""
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+        }
+        environment[STARTED_BY_RUN] = "1"
+        command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
+        subprocess.run(command, env=environment, capture_output=True, timeout=_DRAWING_TIMEOUT_S, check=True)
 
     def _keep(self, save: Callable[[], object]) -> None:
         self._folder.check_ours()
         try:
             save()
-        except OSError as error:
+        except subprocess.CalledProcessError as error:
+            self._log(f"the report was not drawn: {error.stderr.decode(errors='replace').strip()[-200:]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
             self._log(f"the report could not be written: {error}; training continues")
 
 
