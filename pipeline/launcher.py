@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 
 from pipeline.errors import RequestError
+from pipeline.lazy import part
 from pipeline.machine import available_cpus, has_gpu
 from pipeline.world import ALONE, VARIABLES, World, is_launched
 
@@ -17,7 +18,8 @@ def this_world(nproc: int | None = None) -> World:
 
     nproc: that of --nproc, which no process of a launcher may have.
     """
-    alone = World(cpus=available_cpus(), has_gpu=has_gpu())
+    missing = part("missing to compile")()
+    alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing)
     if not is_launched():
         return alone
     if nproc is not None:

@@ -45,6 +45,7 @@ PARTS = {
     "timm": "pipeline.addons.models.functions:timm_builder",
     "zoo": "pipeline.addons.models.zoo:MODELS",
     "compilation": "pipeline.addons.models.compilation:compilation",
+    "missing to compile": "pipeline.addons.models.compilation:missing_to_compile",
     "compiled model": "pipeline.addons.models.compilation:compiled_model",
     "compile": "pipeline.addons.models.compilation:compile_model",
     "compile if it repays": "pipeline.addons.models.compilation:compile_if_it_repays",

@@ -28,6 +28,8 @@ class World:
     init_method: str | None = None
     """Rendezvous address tcp://HOST:PORT; None: that of MASTER_ADDR and MASTER_PORT."""
     has_gpu: bool = False
+    missing_to_compile: str = ""
+    """Missing torch.compile prerequisite, or ""."""
 
     @property
     def is_main(self) -> bool:

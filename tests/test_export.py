@@ -1,5 +1,6 @@
 """An exported model predicts what the checkpoint predicts; anything else is refused in one line."""
 
+import math
 import os
 import re
 from pathlib import Path
@@ -62,6 +63,17 @@ def test_a_missing_library_is_named(run: Path, tmp_path: Path) -> None:
     assert result.code == 2
     assert result.error.endswith("pip install onnxscript")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_whose_logits_are_not_finite_is_not_exported(run: Path, tmp_path: Path) -> None:
+    (path,) = (run / "checkpoints").iterdir()
+    contents = decode(read_verified(path), path)
+    contents["average"]["fc.bias"].fill_(math.nan)
+    save_checkpoint(tmp_path / "broken", contents, 1)
+    result = quick("export", str(tmp_path / "broken"), "--to", "torch.export")
+    assert result.code == 3, result.err
+    assert "are not finite on 8 validation images" in result.error
+    assert not (tmp_path / "broken/export").exists()
 
 
 def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,9 @@ class Index:
             return None
         return {"names": self.names_digest(), "val_split": self.hold_out.share, "split_by": self.hold_out.by}
 
-    def names_digest(self) -> str:
+    def names_digest(self, normal: Callable[[bytes], bytes] = normal_path) -> str:
         """Return the SHA-256 of the names of all images, the same for any split and in a pack."""
-        return hashlib.sha256(b"\0".join(sorted(map(normal_path, self.names())))).hexdigest()
+        return hashlib.sha256(b"\0".join(sorted(map(normal, self.names())))).hexdigest()
 
     def names(self) -> Iterator[bytes]:
         """Yield the names of all images, train before val."""

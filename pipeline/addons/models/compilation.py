@@ -41,7 +41,7 @@ _FAULTS_IN_TEXT = re.compile(
 
 def compilation(config: Config, world: World) -> tuple[bool, str]:
     """Return True if the model is compiled, and the reason."""
-    mode, missing, has_gpu = config.train.compile, missing_to_compile(), world.uses_gpu(config.run.device)
+    mode, missing, has_gpu = config.train.compile, world.missing_to_compile, world.uses_gpu(config.run.device)
     syncs = config.model.batchnorm == "sync" and world.size > 1
     if mode == "off":
         return False, "train.compile=off"

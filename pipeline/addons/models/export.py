@@ -24,7 +24,7 @@ from pipeline.config.schema import Config
 from pipeline.data.augment import evaluation_geometry
 from pipeline.data.interface import OutageError
 from pipeline.data.loader import EvalBatches
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import replacing
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
@@ -52,6 +52,10 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     served = ExportedModel(eval_model(contents, config.model)).eval()
     with torch.inference_mode():
         expected = served(pixels)
+    if not expected.isfinite().all():
+        raise NotFiniteError(
+            f"the logits of {source} are not finite on {description}: use another checkpoint"
+        )
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
@@ -63,7 +67,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
             with torch.inference_mode():
                 found = torch.stack([loaded(pixels), torch.cat([loaded(image[None]) for image in pixels])])
             difference = float((found - expected).abs().max())
-            if not difference <= _TOLERANCE:  # also if the logits are not finite
+            if not difference <= _TOLERANCE:
                 raise StorageError(
                     f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}:"
                     " nothing was written; try another format"

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pipeline import launcher
+from pipeline.addons.datasets.file_errors import raise_if_outage
 from pipeline.addons.datasets.folders import Walk
 from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
 from pipeline.addons.datasets.sources import FolderImages
@@ -28,6 +29,7 @@ from pipeline.config.load import from_yaml
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, StorageError, printable_name
+from pipeline.lazy import part
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.terminal import Terminal
@@ -58,7 +60,8 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
         terminal.progress(f"{len(tops) + len(bad):,} of {len(images):,} images")
     if not tops:
         image, defect = bad[0]
-        raise StorageError(f"none of {len(bad):,} images has a prediction ({image}: {defect})", "give others")
+        problem = f"none of {len(bad):,} images has a prediction ({image}: {defect})"
+        raise StorageError(problem, "use another checkpoint" if defect == _NOT_FINITE else "give others")
     for image, defect in bad:
         terminal.log(f"bad image {image}: {defect}")
     if as_json:
@@ -85,6 +88,7 @@ def _classify(
     model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name) for name in contents["classes"]]
+    part("picture")  # before loader workers are forked
     data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)
     resources = divide_resources(config, here)
     # a single batch needs no worker: making it in this process is faster
@@ -113,7 +117,10 @@ def _list_images(paths: list[str]) -> tuple[FolderImages, str]:
             else:
                 sizes[base] = os.path.getsize(path) if os.path.exists(path) else MISSING
         except OSError as error:
-            raise RequestError(f"{error.filename} cannot be read: {error.strerror}") from None
+            place = os.fsencode(error.filename or path)
+            raise_if_outage(place, error)
+            problem = f"{printable_name(place)} cannot be read: {error.strerror}"
+            raise RequestError(problem, "make it readable, or give other images") from None
         ignored += walk.ignored
     left_out = f"left out: {describe_ignored(ignored)}" if ignored else ""
     if not sizes:

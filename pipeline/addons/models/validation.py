@@ -79,10 +79,11 @@ def _known_hold_out(index: Index, contents: dict[str, Any]) -> HoldOut | None:
     """Return what a training held out of these images, or None if it had others.
 
     Images are known by all of their names, because packing changes sizes, and a split the order.
-    Version 0.2 knew the rule `file` only.
+    Version 0.2 took the names as the system spells them, and knew the rule `file` only.
     """
+    known = (index.names_digest(), index.names_digest(bytes))
     match contents.get("split"):
-        case {"names": names, "val_split": float(share), **more} if names == index.names_digest():
+        case {"names": names, "val_split": float(share), **more} if names in known:
             return HoldOut(share, str(more.get("split_by", "file")))
     return None
 

@@ -233,9 +233,10 @@ def check_names_resolve(endpoint: str) -> str:
     names = (socket.getfqdn(), endpoint.rpartition(":")[0] or endpoint)
     while True:
         try:
+            found = []
             for name in names:
-                socket.gethostbyname(name)
-            return f"{' and '.join(names)} resolve"
+                found.append(f"{name} is {socket.gethostbyname(name)}")
+            return ", ".join(found)
         except OSError as error:
             if time.monotonic() > deadline:
                 problem = f"the host name {name} does not resolve ({error.strerror})"
