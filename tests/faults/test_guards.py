@@ -47,8 +47,8 @@ GUARDS = [
           "        dist.all_reduce(raised, dist.ReduceOp.MAX)\n        return",
           "        return",
           "tests/faults/test_stops.py::test_sigterm_to_one_rank_saves_that_step_and_exits_75[seed=0]"),
-    Guard("fsync of a checkpoint before it is renamed", "pipeline/files.py",
-          "        os.fsync(file.fileno())\n",
+    Guard("fsync of a checkpoint before it is renamed", "pipeline/record/checkpoint.py",
+          "                os.fsync(file.fileno())\n",
           "", "tests/test_checkpoint.py::test_a_checkpoint_is_synced_before_it_is_renamed"),
 ]  # fmt: skip
 each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
