@@ -277,7 +277,10 @@ class FaultProxy:
         self, client: socket.socket, requests: BinaryIO, server: socket.socket, answers: BinaryIO
     ) -> bool:
         """Answer one request; return True if the connection can take another."""
-        if server in select.select([client, server], [], [])[0]:
+        ready = select.poll()  # unlike select, for descriptors above 1,023, too
+        for end in (client, server):
+            ready.register(end, select.POLLIN)
+        if server.fileno() in dict(ready.poll()):
             return False  # the server has closed an idle connection: the client must see that
         head = _read_head(requests)
         if not head:

@@ -151,13 +151,14 @@ class RangeReader:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                # after the pause: at once, `_begin` may not have noted this read yet
+                if number not in self._reads or not threading.main_thread().is_alive():
+                    break  # nobody wants it any more
             try:
                 return self._attempt(part, _STALL_S << attempt)
             except _FailedRead as failure:
                 reasons.append(str(failure))
             os.eventfd_write(_FAILURES, 1)
-            if number not in self._reads or not threading.main_thread().is_alive():
-                break  # nobody wants it any more
         if reasons == [_WRONG_BYTES] * _ATTEMPTS:  # those of the object, not of the network
             raise UnreadableError(f"{part.name} has changed at byte {part.offset:,} since it was packed")
         problem = f"the store is out of reach ({self._place}/{part.name}: {reasons[-1]})"
