@@ -146,7 +146,7 @@ ROWS = [
     Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never",
            before=damage_checkpoints),
-    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}",
+    Advice(75, " ".join(HELD), "wait for it, stop it", f"run.dir=runs/held {LONG}",
            stop_holder, start_holder),
 ]  # fmt: skip
 
