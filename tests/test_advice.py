@@ -18,7 +18,7 @@ from place import SMALL, Place
 from pipeline.record.checkpoint_files import step_of
 
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
-HELD = ("run.dir=runs/held", "train.epochs=1000")
+HELD = ("run.dir=runs/held", "train.epochs=1000", "evaluate.every=1000 epochs")
 LONG = "train.epochs=1000 evaluate.every=1000_epochs"
 TUNE = "model.init=runs/done"
 
@@ -146,7 +146,7 @@ ROWS = [
     Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never",
            before=damage_checkpoints),
-    Advice(75, " ".join(HELD), "wait for it, stop it", f"run.dir=runs/held {LONG}",
+    Advice(75, f"run.dir=runs/held {LONG}", "wait for it, stop it", f"run.dir=runs/held {LONG}",
            stop_holder, start_holder),
 ]  # fmt: skip
 
