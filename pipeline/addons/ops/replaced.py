@@ -12,6 +12,8 @@ _REPLACED: dict[str, str] = {
     "--numa-binding": "give it to torchrun, which starts the processes then",
     "--gang": f"{_LINKS}; in place of the one of k8s render, give --queue NAME (Kueue)",
     "--topology": _KUSTOMIZE,
+    "--rdma": _KUSTOMIZE,
+    "--example": "the source has the examples in k8s/examples, to copy",
     "--priority-class": _KUSTOMIZE,
     "--sheet": "the page of 'pipeline report' shows the most confident mistakes",
     "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",
