@@ -29,7 +29,7 @@ from rounds import row, run_script
 
 from pipeline.addons.models.compilation import missing_to_compile
 from pipeline.addons.models.memory import fit_passes, try_pass
-from pipeline.addons.ops.provenance import provenance
+from pipeline.addons.run.provenance import provenance
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.machine import available_cpus, available_memory

@@ -22,7 +22,7 @@ Seconds = dict[Entry, float]
 
 
 class StepTimer:
-    """The timer of a host that does all the work itself; see also `addons.ops.timing`."""
+    """The timer of a host that does all the work itself; see also `addons.run.timing`."""
 
     def __init__(self) -> None:
         self.seconds: Seconds = dict.fromkeys(ENTRIES, 0.0)

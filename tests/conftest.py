@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.addons.ops import portable
+from pipeline.addons.run import portable
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
 os.environ.update(portable.VARIABLES)  # before torch is imported: forks have the bits of interpreters

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.addons.ops import portable
+from pipeline.addons.run import portable
 
 if __name__ == "__main__":
     os.environ.update(portable.VARIABLES)  # before torch is imported

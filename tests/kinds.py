@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-from pipeline.addons.ops import portable
+from pipeline.addons.run import portable
 
 if __name__ == "__main__":
     os.environ.update(portable.VARIABLES | {"OMP_NUM_THREADS": "1"})  # torch reads them when it is imported

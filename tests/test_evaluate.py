@@ -25,9 +25,9 @@ from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
 from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.evaluator import Evaluator
-from pipeline.addons.ops.progress import describe_evaluation
-from pipeline.addons.ops.receipt import receipt_row
 from pipeline.addons.report.evaluations import most_confident_mistakes
+from pipeline.addons.run.progress import describe_evaluation
+from pipeline.addons.run.receipt import receipt_row
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
 from pipeline.config.load import load

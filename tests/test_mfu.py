@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.addons.ops import mfu
-from pipeline.addons.ops.mfu import MfuMeter, flops_per_image
+from pipeline.addons.run import mfu
+from pipeline.addons.run.mfu import MfuMeter, flops_per_image
 from pipeline.config.load import load
 from pipeline.config.sections import Model
 from pipeline.group import Group

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from harness import SMALL, Result, environment, free_port, pipeline, run_together
 
-from pipeline.addons.ops import portable
-from pipeline.addons.ops.portable import VARIABLES, portability
+from pipeline.addons.run import portable
+from pipeline.addons.run.portable import VARIABLES, portability
 from pipeline.config.load import from_yaml, load
 from pipeline.world import World
 
@@ -98,7 +98,7 @@ def test_a_run_of_0_2_stays_as_it_was(tmp_path: Path) -> None:
 
 ROOTS = """
 import numpy as np, torch
-from pipeline.addons.ops.portable import use_exact_roots
+from pipeline.addons.run.portable import use_exact_roots
 use_exact_roots()
 values = torch.rand(100_003)
 exact = torch.from_numpy(np.sqrt(values.numpy()))

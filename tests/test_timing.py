@@ -14,7 +14,7 @@ from torch.optim import SGD
 import pipeline.timing
 from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.models.evaluator import Evaluator
-from pipeline.addons.ops.timing import CudaStepTimer, advise
+from pipeline.addons.run.timing import CudaStepTimer, advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
 from pipeline.guards.signals import StopRequest

@@ -17,8 +17,8 @@ from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
 from pipeline.addons.ops.compare import compare
-from pipeline.addons.ops.receipt import Receipt, make_receipt
 from pipeline.addons.ops.run import Run
+from pipeline.addons.run.receipt import Receipt, make_receipt
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line

@@ -70,7 +70,7 @@ class Config(sections.Section):
 
     @property
     def is_portable(self) -> bool:
-        """Return True if a run is asked to be portable, see `addons.ops.portable`."""
+        """Return True if a run is asked to be portable, see `addons.run.portable`."""
         return self.is_deterministic if self.run.portable is None else self.run.portable
 
     @property

@@ -48,7 +48,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pipeline.addons.deploy.local_rendezvous import LocalRendezvous, OpenRendezvous
 from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
-from pipeline.addons.ops.streams import tolerate_failures
+from pipeline.addons.run.streams import tolerate_failures
 from pipeline.errors import OK, RequestError, TemporaryError, count_of
 from pipeline.guards.signals import is_hangup_ignored
 

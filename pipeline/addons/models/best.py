@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeline.addons.ops.receipt import rank
+from pipeline.addons.run.receipt import rank
 from pipeline.errors import RequestError
 from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import list_checkpoints, step_of

@@ -11,7 +11,7 @@ from pipeline import machine
 from pipeline.addons.deploy.processes import start_processes
 from pipeline.addons.models.inputs import check_target, for_evaluation
 from pipeline.addons.models.validation import open_validation
-from pipeline.addons.ops import portable
+from pipeline.addons.run import portable
 from pipeline.config.load import MAX_YAML_BYTES, from_yaml
 from pipeline.errors import RequestError
 from pipeline.files import read_limited
@@ -41,7 +41,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         from pipeline.addons.models.digest import weights_digest
         from pipeline.addons.models.evaluator import Evaluator
         from pipeline.addons.models.trained import eval_model, eval_weights
-        from pipeline.addons.ops.progress import log_evaluation
+        from pipeline.addons.run.progress import log_evaluation
         from pipeline.operate.start import broadcast_source, join
         from pipeline.record import checkpoint, checkpoint_files
 

@@ -4,7 +4,7 @@ import shlex
 import time
 from typing import Any
 
-from pipeline.addons.ops.receipt import make_receipt, rank
+from pipeline.addons.run.receipt import make_receipt, rank
 from pipeline.config.schema import Config
 from pipeline.errors import count_of
 from pipeline.record.folder import RunFolder

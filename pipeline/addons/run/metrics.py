@@ -12,8 +12,8 @@ from collections import defaultdict
 
 import torch
 
-from pipeline.addons.ops.mfu import MfuMeter
-from pipeline.addons.ops.stragglers import StragglerWatch
+from pipeline.addons.run.mfu import MfuMeter
+from pipeline.addons.run.stragglers import StragglerWatch
 from pipeline.files import is_bucket
 from pipeline.lazy import part
 from pipeline.parallel.strategy import Strategy
