@@ -282,7 +282,8 @@ def _describe(out: Path | Store) -> str:
         print(f"bad image {name}: {reason}", file=sys.stderr)
     count, bad, packed = sum(summary["images"].values()), len(summary["bad"]), summary["bytes"]
     size = f"{packed:,} bytes, {packed / max(1, summary['source_bytes']):.1%} of the source's"
-    difference = f"pixels differ by {summary['difference']:.2f} of 255"  # 0 if it is lossless
+    change = summary["difference"]
+    difference = f"pixels differ by {change:.2f} of 255" if change else "all pixels are equal"
     return (
         f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {difference}; {bad} bad"
     )
