@@ -18,7 +18,7 @@ from place import SMALL, Place
 from pipeline.record.checkpoint_files import step_of
 
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
-HELD = ("run.dir=runs/held", "train.epochs=1000", "evaluate.every=1000 epochs")
+HELD = ("run.dir=runs/held", "train.epochs=1000")
 LONG = "train.epochs=1000 evaluate.every=1000_epochs"
 TUNE = "model.init=runs/done"
 
@@ -147,7 +147,7 @@ ROWS = [
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never",
            before=damage_checkpoints),
     Advice(75, f"run.dir=runs/held {LONG}", "wait for it, stop it", f"run.dir=runs/held {LONG}",
-           stop_holder, start_holder),
+           stop_holder, lambda place: start_holder(place, "evaluate.every=1000 epochs")),
 ]  # fmt: skip
 
 

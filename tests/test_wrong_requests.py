@@ -262,5 +262,5 @@ def test_a_good_request_shows_its_plan_once_and_first(folder: Path, tmp_path: Pa
     assert result.code == 0, result.err
     assert DONE.match(result.out)
     assert result.err.count("  learning rate ") == 1
-    order = [result.err.index(part) for part in ("a fresh start", "  learning rate ", "creating ")]
+    order = [result.err.index(part) for part in ("  learning rate ", "a fresh start", "creating ")]
     assert order == sorted(order)

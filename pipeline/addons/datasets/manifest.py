@@ -69,7 +69,7 @@ def save_index(index: Index, *folders: Path) -> None:
     for folder in folders:
         try:
             file = folder / f"{index.digest[:16]}{_CACHED}"
-            if not file.exists():  # else it is this index: its name is the digest
+            if not file.exists() or file.read_bytes() != data:
                 folder.mkdir(parents=True, exist_ok=True)
                 atomic_write(file, data, durable=False, shared=True)
             return
