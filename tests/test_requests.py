@@ -111,3 +111,20 @@ def test_shapes_that_a_network_cannot_take_are_refused() -> None:
         with pytest.raises(RequestError, match=f"{arch} .* {batch} .*augment.size"):
             check_passes(Model(arch=arch), 10, batch, [32], 32)
     check_passes(Model(arch="swin_t"), 10, 8, [32], 32)
+
+
+def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
+    prelude = """
+from pipeline.errors import StorageError
+from pipeline.record.folder import RunFolder
+
+def fail(self):
+    raise StorageError("the disk is full", "make room")
+
+RunFolder.set_aside = fail
+"""
+    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
+    assert result.code == 4, result.err
+    assert result.err.count("the disk is full") == 1, "all ranks raise it, one prints it"
+    assert "Traceback" not in result.err
