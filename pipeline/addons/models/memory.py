@@ -84,7 +84,7 @@ def fit_passes(
 
 
 def try_pass(config: Config, plan: Plan, model: nn.Module, images: int) -> None:
-    """Run a pass of so many images, with room for all else on the device of the model.
+    """Run one pass of `images` images, with room for all else on the device of the model.
 
     That is moments, EMA and resident images. With several processes also what NCCL needs, and the
     gradients' second buckets, which DDP makes. Raises an error for which `is_out_of_memory` holds

@@ -153,7 +153,7 @@ class RangeReader:
                 time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
                 # after the pause: at once, `_begin` may not have noted this read yet
                 if number not in self._reads or not threading.main_thread().is_alive():
-                    break  # nobody wants it any more
+                    break  # nobody waits for it any more
             try:
                 return self._attempt(part, _STALL_S << attempt)
             except _FailedRead as failure:
