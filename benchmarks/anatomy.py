@@ -74,7 +74,7 @@ class Anatomy:
         return self.setup.plan.global_batch / timed(self.setup, count, step)()
 
     def machine(self) -> str:
-        facts = provenance("", self.setup.config.model.arch, self.device)
+        facts = provenance(self.setup.config, self.device)
         known = ", ".join(f"{name} {value}" for name, value in facts.items() if "mlflow" not in name)
         gib, shared_gib = available_memory() / 2**30, shutil.disk_usage("/dev/shm").free / 2**30
         memory = f"{available_cpus()} CPUs, {gib:.0f} GiB, /dev/shm {shared_gib:.0f} GiB"

@@ -1,12 +1,10 @@
-"""Files that are complete or absent, JSON of unknown origin, and locks between processes."""
+"""Files that are complete or absent, and JSON of unknown origin."""
 
 import errno
-import fcntl
 import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +14,6 @@ _PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names an
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk without room."""
 _MAX_JSON_DEPTH = 100  # several times that of any file of ours
-
-
-def is_bucket(place: object) -> bool:
-    """Return True for s3://…, False for a path of this machine."""
-    return str(place).startswith("s3://")
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
@@ -72,15 +65,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_limited(path: Path, max_bytes: int) -> bytes:
-    """Return the contents of a file. Raises OSError, and ValueError if it has more bytes."""
-    with open(path, "rb") as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
-    return data
-
-
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text that others may have written.
 
@@ -100,32 +84,3 @@ def parse_json(text: bytes | str) -> Any:
 
 def _children(parent: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return parent.values() if isinstance(parent, dict) else parent
-
-
-def has_name(descriptor: int, path: Path) -> bool:
-    """Return True if `path` is the name of the open file."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:
-    """Lock an open file; return False if another process holds the lock until the timeout.
-
-    inherited: forked processes hold the lock, too, until the last of them has died (flock).
-    Otherwise the kernel releases it when this process dies (a POSIX record lock). Raises OSError if
-    the file system does not support locks.
-    """
-    acquire = fcntl.flock if inherited else fcntl.lockf
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):  # POSIX: another process holds the lock
-                raise
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.05)

@@ -10,18 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-COMMANDS = (
-    "pipeline.cli.run",
-    "pipeline.addons.ops.plan",
-    "pipeline.addons.models.commands",
-    "pipeline.addons.report.commands",
-    "pipeline.addons.mlflow.commands",
-    "pipeline.addons.datasets.commands",
-    "pipeline.addons.ops.commands",
-    "pipeline.addons.deploy.commands",
-)
-"""The modules that add commands, in the order of the help."""
-
 PARTS = {
     # strategies, by `parallel`; exact.py is of the core
     "dataparallel": "pipeline.addons.shard.dataparallel:DataParallelStrategy",
@@ -42,6 +30,7 @@ PARTS = {
     # models
     "function": "pipeline.addons.models.functions:own_builder",
     "no such model": "pipeline.addons.models.functions:no_such_model",
+    "trust": "pipeline.addons.models.trust:trust",
     "timm": "pipeline.addons.models.functions:timm_builder",
     "zoo": "pipeline.addons.models.zoo:MODELS",
     "compilation": "pipeline.addons.models.compilation:compilation",
@@ -75,6 +64,8 @@ PARTS = {
     "check tracker's database": "pipeline.addons.mlflow.tracker:check_database_is_writable",
     "changes to recipe": "pipeline.addons.ops.fixed_keys:changes_to_recipe",
     "refuse changes": "pipeline.addons.ops.fixed_keys:refuse_changes",
+    "show": "pipeline.addons.ops.credentials:show",
+    "without password": "pipeline.addons.ops.credentials:without_password",
     "training keys": "pipeline.addons.ops.fixed_keys:training_keys",
     "check combinations": "pipeline.addons.ops.conflicts:check_combinations",
     "start processes": "pipeline.addons.deploy.processes:start_processes",

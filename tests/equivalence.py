@@ -27,7 +27,7 @@ import torch
 from harness import SMALL, Job, by_hand, spawned, two_nodes
 
 from pipeline.addons.datasets.synthetic import make_digits
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import find, read_verified
 
 STEPS = 20

@@ -20,7 +20,8 @@ from pipeline.config.load import load
 from pipeline.errors import StorageError, TemporaryError
 from pipeline.operate.resume import find
 from pipeline.record import checkpoint
-from pipeline.record.checkpoint import CheckpointWriter, decode
+from pipeline.record.checkpoint import CheckpointWriter
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
 

@@ -27,7 +27,7 @@ from pipeline.addons.mlflow import TRAINING_DONE
 from pipeline.addons.mlflow.connection import root_cause
 from pipeline.addons.mlflow.run import find_run
 from pipeline.addons.mlflow.uri import check_tracking_uri
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.load import load
 from pipeline.errors import RequestError
 

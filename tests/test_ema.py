@@ -16,7 +16,7 @@ from pipeline.config.sections import Model
 from pipeline.model.architectures import build
 from pipeline.model.ema import MovingAverage, make_ema
 from pipeline.parallel.ddp import synchronise_batch_norm
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 
 

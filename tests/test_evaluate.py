@@ -34,7 +34,7 @@ from pipeline.config.load import load
 from pipeline.data.loader import EvalBatches
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.terminal import SILENT
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation

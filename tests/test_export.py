@@ -10,7 +10,7 @@ from harness import SMALL, Job, free_port, pipeline, quick, save_checkpoint
 
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 
 FORMATS = ("torch.export", "onnx", "safetensors")

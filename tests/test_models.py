@@ -25,7 +25,7 @@ from pipeline.model.architectures import build, meta_model
 from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World

@@ -23,7 +23,7 @@ from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.interface import UnreadableError
-from pipeline.record import checkpoint, checkpoint_files
+from pipeline.record import checkpoint_contents, checkpoint_files
 
 PACK_0_2 = Path(__file__).parent / "pack-0.2"
 """A lossless pack that version 0.2 made of turned images and one of floats."""
@@ -146,7 +146,7 @@ def test_a_pack_of_0_2_gives_its_pixels_of_0_2() -> None:
 def test_a_new_run_on_a_pack_of_0_2_predicts_and_resumes_with_its_orientation(tmp_path: Path) -> None:
     run = ["train", "digits", *SMALL, *words(PACK_0_2, "pack"), f"run.dir={tmp_path}", "data.max_bad=1"]
     assert quick(*run, "train.max_steps=1", "schedule.warmup=0").code == 0
-    contents = checkpoint.read_model(checkpoint_files.find(tmp_path))
+    contents = checkpoint_contents.read_model(checkpoint_files.find(tmp_path))
     assert from_yaml(contents["config"], "").data.orientation == "ignore"
     assert quick(*run, "train.max_steps=2", "schedule.warmup=0").code == 0
 

@@ -30,7 +30,7 @@ from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.model.architectures import build, meta_model
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import SMALL, assert_resumes
 
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 
 

@@ -12,7 +12,7 @@ from pipeline.config.load import load
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 
 

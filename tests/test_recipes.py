@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from pipeline.addons.models import zoo
+from pipeline.addons.ops.model import meta_model
 from pipeline.config.load import RECIPES, from_yaml, load
-from pipeline.model.architectures import meta_model
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.world import World

@@ -117,12 +117,12 @@ def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, di
     words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
     prelude = """
 from pipeline.errors import StorageError
-from pipeline.record.folder import RunFolder
+from pipeline.operate import resume
 
-def fail(self):
+def fail(folder):
     raise StorageError("the disk is full", "make room")
 
-RunFolder.set_aside = fail
+resume.set_aside = fail
 """
     result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
     assert result.code == 4, result.err

@@ -13,7 +13,7 @@ from place import SMALL, Place
 
 from pipeline.addons.deploy.restart import config_after_restart
 from pipeline.config.load import load
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal

@@ -41,12 +41,12 @@ from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.addons.models import pretrained
 from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.pretrained import pretrained_weights
+from pipeline.addons.ops.model import meta_model
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError
-from pipeline.model.architectures import meta_model
-from pipeline.record import checkpoint, checkpoint_files
+from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 
@@ -73,7 +73,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # 
     """Return a model as the sender logs it: MLmodel, data/model.pt2 and the files MLflow adds."""
     folder = tmp_path_factory.mktemp("logged")
     path = checkpoint_files.find(run_dir)
-    contents = checkpoint.decode(path.read_bytes(), path)
+    contents = checkpoint_contents.decode(path.read_bytes(), path)
     description = export_model(contents, from_yaml(contents["config"], "test"), folder / "model")
     description.save(folder / "model" / "MLmodel")
     return folder / "model"
@@ -233,7 +233,7 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
     options = Model(arch=ARCH, init=uri)
     read = pretrained.read(options, meta_model(options, len(CLASSES)))
     path = checkpoint_files.find(run_dir)
-    weights = checkpoint.decode(path.read_bytes(), path)["model"]
+    weights = checkpoint_contents.decode(path.read_bytes(), path)["model"]
     assert weights_digest(read) == weights_digest(weights)
 
 

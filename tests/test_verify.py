@@ -13,6 +13,7 @@ from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
 from pipeline.addons.models.digest import digest_and_checksums
+from pipeline.addons.models.trust import trust
 from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
@@ -20,7 +21,6 @@ from pipeline.addons.ops.compare import compare
 from pipeline.addons.ops.run import Run
 from pipeline.addons.run.receipt import Receipt, make_receipt
 from pipeline.config.schema import Config
-from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
 from pipeline.record.folder import RunFolder
 

@@ -13,12 +13,21 @@ from typing import NoReturn
 
 from pipeline import __version__, errors, launcher, supervision, world
 from pipeline.cli.arguments import Parser
-from pipeline.config.credentials import without_password
-from pipeline.config.trust import trust
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError, storage_outage
-from pipeline.guards import signals
-from pipeline.lazy import COMMANDS, part
+from pipeline.lazy import part
+from pipeline.operate import early_stop
 
+_COMMANDS = (
+    "pipeline.cli.run",
+    "pipeline.addons.ops.plan",
+    "pipeline.addons.models.commands",
+    "pipeline.addons.report.commands",
+    "pipeline.addons.mlflow.commands",
+    "pipeline.addons.datasets.commands",
+    "pipeline.addons.ops.commands",
+    "pipeline.addons.deploy.commands",
+)
+"""The modules that add commands, in the order of the help."""
 _DESCRIPTION = """\
 Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it:
 it resumes with the same samples and bit-identical weights, as one MLflow run.
@@ -84,13 +93,13 @@ def execute(words: Sequence[str], parser: Parser) -> int:
             raise StorageError(f"standard output cannot be written: {error.strerror}")
         return code
     except RunError as error:
-        if isinstance(error, signals.EarlyStopError) and signals.LAUNCHER_REPORTS in os.environ:
-            signals.die_of_signal()
+        if isinstance(error, early_stop.EarlyStopError) and early_stop.LAUNCHER_REPORTS in os.environ:
+            early_stop.die_of_signal()
         # Errors found before torch is imported are the same on all local ranks: print them once per
         # machine. A later error, unless it is collective, may be this rank's alone.
         is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
         if is_main or (error.code == RequestError.code and is_own):
-            _print_error(without_password(str(error)))
+            _print_error(part("without password")(str(error)))
         if error.code in errors.PERMANENT:
             supervision.stop_restarts()
         return error.code
@@ -122,7 +131,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
     commands = parser.add_commands("COMMAND")
-    for module in COMMANDS:
+    for module in _COMMANDS:
         importlib.import_module(module).add_commands(commands)
     return parser
 
@@ -145,5 +154,5 @@ def parse(words: Sequence[str], parser: Parser | None = None) -> argparse.Namesp
     elif rest:
         options.parser.refuse(rest)
     for name in getattr(options, "trust", None) or ():
-        trust(name)
+        part("trust")(name)
     return options

@@ -15,11 +15,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.credentials import show
 from pipeline.config.schema import Config
-from pipeline.config.trust import trust
 from pipeline.errors import RequestError, nearest
-from pipeline.files import read_limited
 from pipeline.lazy import part
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -49,7 +46,7 @@ def load(recipe: str, overrides: list[str]) -> Config:
             _set_earlier_defaults(tree, stated | _keys(parse_yaml(saved, "")))
             config = _validate(tree)
     config._changes = part("changes to recipe")(config, overrides)
-    trust(config.model.arch)
+    part("trust")(config.model.arch)
     if config.track.uri not in ("auto", "none"):
         part("check tracking URI")("track.uri", config.track.uri)
     return config
@@ -73,7 +70,7 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     _apply(tree, overrides or [])
     config = _validate(tree)
     if any(word.startswith("model.arch=") for word in overrides or []):
-        trust(config.model.arch)
+        part("trust")(config.model.arch)
     return config
 
 
@@ -88,13 +85,22 @@ def read_recipe(recipe: str) -> tuple[Path, str]:
     if recipe in names:
         path = RECIPES / f"{recipe}.yaml"
     elif path.suffix.lower() not in (".yaml", ".yml") and "/" not in recipe:
-        raise RequestError(f"recipe '{show(recipe)}' is unknown", remedy)
+        raise RequestError(f"recipe '{_show(recipe)}' is unknown", remedy)
     try:
         return path, read_limited(path, MAX_YAML_BYTES).decode()
     except OSError as error:
         raise RequestError(f"recipe {path} cannot be read: {error.strerror}", remedy) from None
     except ValueError:
         raise RequestError(f"recipe {path} is not UTF-8 text of up to 64 KiB", "give a YAML file") from None
+
+
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Return the contents of a file. Raises OSError, and ValueError if it has more bytes."""
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
+    return data
 
 
 class NoAliases(yaml.parser.Parser, yaml.composer.Composer):
@@ -146,7 +152,7 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise RequestError(f"'{show(word)}' is not key=value, such as train.epochs=10")
+            raise RequestError(f"'{_show(word)}' is not key=value, such as train.epochs=10")
         value = text
         if text.startswith(("[", "{")):
             with suppress(*_YAML_ERRORS):
@@ -156,8 +162,8 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
         for depth, name in enumerate(sections, 1):
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
-                given = f"{'.'.join(sections[:depth])}={show(place)}"
-                raise RequestError(f"{given} is not a section", f"{show(key)} cannot be set in it")
+                given = f"{'.'.join(sections[:depth])}={_show(place)}"
+                raise RequestError(f"{given} is not a section", f"{_show(key)} cannot be set in it")
         place[leaf] = value
 
 
@@ -181,3 +187,7 @@ def _validate(tree: dict[str, Any]) -> Config:
         raise RequestError(problem + more, remedy) from None
     part("check combinations")(config)
     return config
+
+
+def _show(value: object) -> str:
+    return str(part("show")(value))

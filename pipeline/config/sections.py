@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from pipeline.config.credentials import without_password
 from pipeline.config.duration import Duration
 from pipeline.config.values import (
     UNSET,
@@ -32,6 +31,7 @@ from pipeline.config.values import (
     read_as,
     split_range,
 )
+from pipeline.lazy import part
 
 
 class Section(BaseModel):
@@ -176,6 +176,11 @@ class Model(Section):
     channels_last: bool = False
     """Keep images and weights in NHWC order: faster convolutions on GPUs with tensor cores."""
 
+    @property
+    def is_function(self) -> bool:
+        """Return True if a function of the user's own makes the model."""
+        return ":" in self.arch
+
 
 class Batch(Section):
     global_: Annotated[int, Field(alias="global", ge=1, le=1 << 24)] = 256
@@ -309,7 +314,7 @@ class Track(Section):
     uri: Annotated[
         Text,
         AfterValidator(expand_home),
-        PlainSerializer(without_password),
+        PlainSerializer(lambda uri: part("without password")(uri)),
         read_as("none", "none"),
         read_as("auto", *UNSET),
     ] = "auto"

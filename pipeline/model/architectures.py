@@ -8,7 +8,6 @@ import torchvision
 from torch import nn
 
 from pipeline.config.sections import Model
-from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, one_line
 from pipeline.lazy import part
 
@@ -28,7 +27,7 @@ def build(options: Model, num_classes: int) -> nn.Module:
     Raises RequestError if there is no such model, or if it does not take its arguments.
     """
     arch, args = options.arch, options.args
-    if is_function(arch):
+    if options.is_function:
         builder = part("function")(arch)
     else:
         if refused := [name for name in args if name in _NOT_AN_ARGUMENT]:
@@ -40,7 +39,7 @@ def build(options: Model, num_classes: int) -> nn.Module:
     except RequestError:
         raise
     except Exception as error:
-        if not args and not is_function(arch):
+        if not args and not options.is_function:
             raise  # no fault of the request: memory, for example
         given = f" with model.args={args}" if args else ""
         problem = f"{type(error).__name__}: {one_line(error)}"
@@ -61,12 +60,3 @@ def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
         raise part("no such model")(arch, names)
     builder = zoo.get(arch) or partial(torchvision.models.get_model, arch, weights=None)
     return partial(builder, **_OPTIONS.get(arch, {}))
-
-
-def meta_model(options: Model, num_classes: int) -> nn.Module:
-    """Return the model on the meta device: shapes without values."""
-    try:
-        with torch.device("meta"):
-            return build(options, num_classes)
-    except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
-        return build(options, num_classes).to("meta")

@@ -10,10 +10,10 @@ from typing import Any
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import RunError, TemporaryError
-from pipeline.guards.signals import EarlyStopError, StopRequest
+from pipeline.guards.signals import StopRequest
 from pipeline.launcher import this_world
 from pipeline.lazy import freeze_imports, part
-from pipeline.operate import request
+from pipeline.operate import early_stop, request
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
 from pipeline.world import World
@@ -27,7 +27,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     folder = RunFolder(config.run_dir)
     mirror: Any = None
     if here.is_main and config.checkpoint.mirror:
-        mirror = stop.run(partial(part("mirror"), config, folder))
+        mirror = early_stop.run(stop, partial(part("mirror"), config, folder))
         config = load(recipe, overrides)  # the run that it restored may be of an earlier version
     checked: request.Checked | None = None
     try:
@@ -63,7 +63,7 @@ def _start_processes(config: Config, world: World, command: list[str], stop: Sto
     try:
         advice = f"{config.same_command} resumes the run"
         return int(part("start processes")(world.size, command, stop, advice))
-    except EarlyStopError:
+    except early_stop.EarlyStopError:
         if last_event(folder.journal, "started") == start:
             raise
         return TemporaryError.code  # rank 0 has said which step it saved

@@ -8,6 +8,7 @@ checked while the others train. None changes anything, but missing digits are ma
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline import machine
 from pipeline.config.load import from_yaml
@@ -45,7 +46,7 @@ def check(config: Config, here: World, folder: RunFolder) -> Checked:
 
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
-    folder.check_writable()
+    check_writable(folder)
     is_data = os.path.realpath(part("data root")(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
         raise RequestError(f"run.dir={config.run_dir} is data.root, too", "give another folder")
@@ -53,6 +54,27 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     if config.track.required:
         part("check tracker's database")(uri)
     return f"{folder.path} can be written"
+
+
+def check_writable(folder: RunFolder) -> None:
+    """Raise RequestError if nothing can be written in the folder. Creates nothing.
+
+    Raises TemporaryError if the storage is out of reach.
+    """
+    try:
+        folder.path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # what exists above it says whether it can be created
+    except OSError as error:  # such as a name that is too long
+        raise folder.write_error(error) from None
+    place = nearest_existing(folder.path)
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        raise folder.not_writable(f"{place} is read-only" if place.is_dir() else f"{place} is a file")
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return a path, or its nearest ancestor that exists."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
 
 
 def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFolder) -> str:

@@ -16,11 +16,13 @@ from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.group import Group
 from pipeline.lazy import part
-from pipeline.record.checkpoint import decode, decode_state
+from pipeline.record.checkpoint_contents import decode, decode_state
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import newest_verified, read_verified
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import known_checkpoints
+from pipeline.record.journal import events
+
+_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "mirror.json", "index")  # held locks, the mirror's, the data's
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def find(
     if config.run.resume == "never":
         return None
     try:
-        known = known_checkpoints(folder.journal)
+        known = _known_checkpoints(folder.journal)
         if config.run.resume == "auto":
             # a damaged file is named and passed over: the one before it is complete
             verified = newest_verified(folder.checkpoints, log, config.start_again)
@@ -87,6 +89,19 @@ def find(
     return VerifiedCheckpoint(path, data, contents)
 
 
+def _known_checkpoints(path: Path) -> list[str]:
+    """Return the names of the checkpoints that a run has saved or resumed from, in that order.
+
+    Those before the run was restored from its mirror without a checkpoint do not count.
+    """
+    names: list[str] = []
+    for event in events(path):
+        if event["event"] == "restored":
+            names.clear()
+        names += filter(None, [event.get("checkpoint"), (event.get("best") or {}).get("file")])
+    return names
+
+
 def _read_path(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     """Return the path and bytes of the checkpoint that run.resume=PATH names."""
     try:
@@ -105,3 +120,20 @@ def broadcast_contents(found: VerifiedCheckpoint | None, group: Group) -> dict[s
     if not data:
         return None
     return found.contents if found else decode(data, "the checkpoint that rank 0 sent")
+
+
+def set_aside(folder: RunFolder) -> Path | None:
+    """Move an earlier run's files into a new subfolder; return that, or None without files."""
+    try:
+        old = [
+            entry
+            for entry in folder.path.iterdir()
+            if entry.name not in _KEPT_AT_FRESH_START and not entry.name.startswith(("before-", "."))
+        ]
+        if old == [folder.checkpoints] and not any(folder.checkpoints.iterdir()):
+            return None
+        aside = folder.set_aside_files(old)
+        folder.checkpoints.mkdir()
+        return aside
+    except OSError as error:
+        raise folder.write_error(error) from None

@@ -23,6 +23,8 @@ from pipeline.group import JOIN_ADVICE, Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.lazy import part
+from pipeline.operate import resume
+from pipeline.operate.early_stop import exit_on_signal, raise_on_signal
 from pipeline.operate.request import Checked
 from pipeline.operate.resume import VerifiedCheckpoint, broadcast_contents, find
 from pipeline.plan import Plan
@@ -79,7 +81,7 @@ class Rank:
         request = request_digest(config, world)
         saving = partial(saving_failure, config, folder, request, self._terminal.log)
         # waiting for peers is native code, in which no exception can be raised: exit
-        leaving = stop.exit_on_signal() if world.size > 1 else stop.raise_on_signal()
+        leaving = (exit_on_signal if world.size > 1 else raise_on_signal)(stop)
         with saving(), leaving, self.watchdog.allow_pause(_RESTORE_S):
             group = join(config, world)
         if not group.is_main:
@@ -101,7 +103,7 @@ class Rank:
     def _set_aside(self) -> RunError | None:
         """Move an earlier run's files into a subfolder; return the error if that fails."""
         try:
-            aside = self._folder.set_aside()
+            aside = resume.set_aside(self._folder)
         except RunError as error:
             return error
         moved = f"moved the contents of {self._folder.path} to {aside}"
@@ -118,7 +120,7 @@ class Rank:
         """
         config, folder, terminal = checked.config, self._folder, self._terminal
         try:
-            with self._stop.raise_on_signal():
+            with raise_on_signal(self._stop):
                 choose_device(config, self._world)
                 found = find(config, folder, checked.source, terminal.log)
                 weights = part("check model")(config, checked.plan, self._world, is_resumed=bool(found))

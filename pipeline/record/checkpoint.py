@@ -1,10 +1,10 @@
-"""Checkpoints: a checkpoint that loads is complete.
+"""Writing checkpoints: a checkpoint that loads is complete.
 
 Rank 0 alone writes: to a temporary file, which is synced and renamed; then the folder is synced.
 The first 16 hex digits of the file's SHA-256 are in its name and are compared at every load. A
 torch.save file does not protect itself: 400 of 400 random bit flips loaded without an error and
 with other weights (only truncation is detected). Hashing costs 0.05 s per 100 MiB. Files hold plain
-tensors, numbers and strings, and are only ever read with `weights_only=True`.
+tensors, numbers and strings: `checkpoint_contents` reads them.
 
 The training loop waits only while the state is copied; a thread writes the file. A save that fails
 (a full disk, say) costs no step: it is reported, earlier files stay, and the next save may succeed.
@@ -12,7 +12,6 @@ After five failures in a row, and ten minutes, the run ends with exit code 4.
 """
 
 import hashlib
-import io
 import os
 import threading
 import time
@@ -24,57 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import StorageError, one_line
+from pipeline.errors import StorageError
 from pipeline.files import FULL, sync_folder, temporary_sibling
-from pipeline.lazy import part
 from pipeline.model.weights import map_tensors
-from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
+from pipeline.record.checkpoint_files import FORMAT, list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 
-FORMAT = 1
 MAX_FAILURES = 5
 MAX_FAILING_S = 600
 """A run ends after both: whoever saves often has as long to free disk space as others."""
 _RETRY_S = 5
-_MODEL_PARTS = {"model": dict, "average": dict | None, "config": str, "classes": list}
-_STATE_PARTS = _MODEL_PARTS | {
-    "step": int, "optimizer": dict, "scaler": dict, "totals": Tensor, "evaluation": dict | None,
-    "best": dict | None, "bad_images": dict, "data": str, "world": int,
-}  # fmt: skip
-
-
-def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the contents of verified bytes.
-
-    Raises StorageError for any other format, or if one of `parts` (kind by name) is missing.
-    """
-    try:
-        part("check archive")(data)
-        contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds for what is not its own
-        raise StorageError(f"{origin} is not a checkpoint: {one_line(error)}") from None
-    stated = contents.get("format") if isinstance(contents, dict) else None
-    if stated != FORMAT:
-        raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
-    for name, kinds in (parts or {}).items():
-        found = contents.get(name, ...)
-        if not isinstance(found, kinds) or (
-            name == "classes" and not all(isinstance(label, str) for label in found)
-        ):
-            raise StorageError(
-                f"{origin} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged"
-            )
-    return dict(contents)
-
-
-def read_model(path: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint. Raises StorageError if it is damaged or has no model."""
-    return decode(read_verified(path), path, _MODEL_PARTS)
-
-
-def decode_state(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the contents of verified bytes. Raises StorageError if a part to resume is missing."""
-    return decode(data, path, _STATE_PARTS)
 
 
 def copy_to_host(value: Any) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.errors import RunError, StorageError, storage_outage
 
+FORMAT = 1
 NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 
 

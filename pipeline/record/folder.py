@@ -1,4 +1,4 @@
-"""A run's folder: the paths in it, its lock, and how earlier files are set aside for a fresh start.
+"""A run's folder: the paths in it, its lock, and writing to it.
 
 Promise: one run at a time writes here. Rank 0 holds a lock (`addons.deploy.takeover`), and whatever
 writes here uses `write`, or calls `check_ours` first. This module does not import torch.
@@ -17,9 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, StorageError, storage_outage
 from pipeline.files import FULL, replacing, write_synced
 from pipeline.lazy import part
-from pipeline.record.checkpoint_files import list_checkpoints, step_of
 
-_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "mirror.json", "index")  # held locks, the mirror's, the data's
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
 
@@ -44,10 +42,6 @@ class RunFolder:
         self.sender_lock = lock(sending, str(sending), "it sends the whole journal to MLflow, wait for it")
         self._is_new = False
 
-    def nearest_existing(self) -> Path:
-        """Return the folder, or its nearest ancestor that exists."""
-        return next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
-
     def has_checkpoints(self) -> bool:
         """Return True if there is a file named like a checkpoint, verified or not."""
         with suppress(OSError):
@@ -58,31 +52,12 @@ class RunFolder:
         """Return True if the checkpoint is in this folder, by whatever path it is named."""
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
 
-    def checkpoint_of_step(self, step: int) -> Path | None:
-        """Return the newest checkpoint of that step, or None."""
-        return next((path for path in list_checkpoints(self.checkpoints) if step_of(path) == step), None)
-
     def advice_after_failure(self, config: Config) -> str:
         """Return what the user can do after a start of `config` that failed permanently."""
         remedy = config.start_again
         if self.has_checkpoints():
             remedy = f"resume with run.resume={shlex.quote(config.run.dir)}"
         return f"change the request or, once the cause is removed, {remedy}"
-
-    def check_writable(self) -> None:
-        """Raise RequestError if nothing can be written here. Creates nothing.
-
-        Raises TemporaryError if the storage is out of reach.
-        """
-        try:
-            self.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            pass  # what exists above it says whether it can be created
-        except OSError as error:  # such as a name that is too long
-            raise self.write_error(error) from None
-        place = self.nearest_existing()
-        if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-            raise self._not_writable(f"{place} is read-only" if place.is_dir() else f"{place} is a file")
 
     def hold(self) -> None:
         """Take the lock, for as long as this process lives.
@@ -131,22 +106,6 @@ class RunFolder:
         with self.replacing(path) as temporary:
             write_synced(temporary, data)
 
-    def set_aside(self) -> Path | None:
-        """Move an earlier run's files into a new subfolder; return that, or None without files."""
-        try:
-            old = [
-                entry
-                for entry in self.path.iterdir()
-                if entry.name not in _KEPT_AT_FRESH_START and not entry.name.startswith(("before-", "."))
-            ]
-            if old == [self.checkpoints] and not any(self.checkpoints.iterdir()):
-                return None
-            aside = self.set_aside_files(old)
-            self.checkpoints.mkdir()
-            return aside
-        except OSError as error:
-            raise self.write_error(error) from None
-
     def set_aside_files(self, paths: list[Path]) -> Path:
         """Move files of this folder into a new subfolder, and return that. Raises OSError."""
         self.check_ours()
@@ -169,8 +128,9 @@ class RunFolder:
         if error.errno in FULL:
             problem = f"run.dir={self.path} cannot be written: {error.strerror}"
             return StorageError(problem, "make room, or give another folder with run.dir=FOLDER")
-        return storage_outage(f"run.dir={self.path}", error) or self._not_writable(f"{error.strerror}")
+        return storage_outage(f"run.dir={self.path}", error) or self.not_writable(f"{error.strerror}")
 
-    def _not_writable(self, why: str) -> RequestError:
+    def not_writable(self, why: str) -> RequestError:
+        """Return the error of a folder that cannot be written for a reason that stays."""
         problem = f"run.dir={self.path} cannot be written: {why}"
         return RequestError(problem, "give a folder that can be written, with run.dir=FOLDER")

@@ -61,19 +61,6 @@ def final_status(path: Path) -> str | None:
     return last_event(path).get("status")  # no other event has one
 
 
-def known_checkpoints(path: Path) -> list[str]:
-    """Return the names of the checkpoints that a run has saved or resumed from, in that order.
-
-    Those before the run was restored from its mirror without a checkpoint do not count.
-    """
-    names: list[str] = []
-    for event in events(path):
-        if event["event"] == "restored":
-            names.clear()
-        names += filter(None, [event.get("checkpoint"), (event.get("best") or {}).get("file")])
-    return names
-
-
 class JsonLines:
     """A JSON Lines file to append to.
 

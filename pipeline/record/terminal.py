@@ -60,11 +60,3 @@ SILENT = Terminal(is_shown=False)
 def make_terminal(*, is_main: bool) -> Terminal:
     """Return the terminal of a rank: --quiet and ranks other than 0 show nothing."""
     return Terminal() if is_main and not os.environ.get(QUIET) else SILENT
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration such as `1 h 02 min`, `3 min 20 s` or `12 s`."""
-    total = round(seconds)
-    if total >= 3600:
-        return f"{total // 3600} h {total % 3600 // 60:02d} min"
-    return f"{total // 60} min {total % 60:02d} s" if total >= 60 else f"{total} s"

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
+from pipeline.addons.datasets.names import is_bucket
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
 from pipeline.errors import RequestError
-from pipeline.files import is_bucket
 
 
 def add_commands(commands: Commands) -> None:

@@ -52,3 +52,8 @@ def class_of(folder: bytes | str) -> str:
     with suppress(UnicodeDecodeError):
         name = normal_path(name).decode().strip().encode() or name
     return printable_name(name)
+
+
+def is_bucket(place: object) -> bool:
+    """Return True for s3://…, False for a path of this machine."""
+    return str(place).startswith("s3://")

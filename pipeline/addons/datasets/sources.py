@@ -12,10 +12,10 @@ from pipeline.addons.datasets import manifest, pack, synthetic
 from pipeline.addons.datasets.file_errors import open_regular, raise_if_outage, read_error
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import MISSING, Index, SplitImages
+from pipeline.addons.datasets.names import is_bucket
 from pipeline.config.schema import Config
 from pipeline.data.interface import Images, Source, UnreadableError
 from pipeline.errors import RequestError
-from pipeline.files import is_bucket
 from pipeline.plan import DataSize
 
 DIGITS_ROOT = "data/digits"

@@ -39,6 +39,7 @@ from pipeline.addons.datasets.index import MISSING, Index, Split, describe_ignor
 from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.datasets.pack import FORMAT, INDEX, NPY_MAGIC, REQUEST, SUMMARY, Level
 from pipeline.addons.datasets.pack_target import Target, open_target
+from pipeline.addons.run.progress import format_duration
 from pipeline.addons.store.bucket import Store
 from pipeline.data.augment import resize_image
 from pipeline.data.interface import Source, UnreadableError
@@ -46,7 +47,7 @@ from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus
 from pipeline.orphan import die_with_parent
-from pipeline.record.terminal import Terminal, format_duration
+from pipeline.record.terminal import Terminal
 
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30  # bytes
 _MAX_SHARDS = 256  # each is a file that a loader worker holds open

@@ -26,7 +26,6 @@ from pipeline.addons.models.inputs import target_of
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
 from pipeline.config.load import load, parse_yaml, read_recipe
 from pipeline.config.schema import Config
-from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import FULL, atomic_write
 from pipeline.planning import divide_batch, make_plan
@@ -71,8 +70,8 @@ def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
         problem = f"--sync {run} reads the claim runs, and --store has none"
         raise RequestError(problem, f"copy {mirror} to a folder, then run 'pipeline sync FOLDER'")
     job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
-    arch = load(request.recipe, [*request.overrides]).model.arch
-    trusted = arch if is_function(arch) else ""
+    model = load(request.recipe, [*request.overrides]).model
+    trusted = model.arch if model.is_function else ""
     values = {**vars(request), "sync": run, "sync_job": job, "trusted": trusted}
     return {f"{job}.yaml": _fill("sync.yaml", values)}
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from pipeline import errors
 from pipeline.errors import TemporaryError
-from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
+from pipeline.guards.signals import SIGNALS, StopRequest
 from pipeline.lazy import freeze_imports
+from pipeline.operate.early_stop import LAUNCHER_REPORTS, EarlyStopError, raise_on_signal
 from pipeline.orphan import die_with_parent
 from pipeline.supervision import process_stat
 
@@ -28,7 +29,7 @@ def start_processes(
     At a signal, stop them and raise EarlyStopError. They get the signals after that one, too.
     advice: what to do after a crash.
     """
-    with stop.raise_on_signal(), freeze_imports():
+    with raise_on_signal(stop), freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
@@ -48,7 +49,7 @@ def start_processes(
             signals_to_handle="",  # it takes SIGHUP even if ignored, and kills ranks at a second signal
         )  # fmt: skip
         try:
-            with stop.raise_on_signal(signal_children):
+            with raise_on_signal(stop, signal_children):
                 elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
         except ChildFailedError as failure:
             return _exit_code(failure, advice)
@@ -64,8 +65,7 @@ def _exit_code(failure: "ChildFailedError", advice: str) -> int:
         return first.exitcode
     details = first.error_file_data.get("message")
     reported = details["message"] if isinstance(details, dict) else None  # by `supervision.report_to_agent`
-    # Stopped before its first step (see StopRequest). A rank that left a report had failed before
-    # the agent stopped it.
+    # stopped before its first step; one that left a report had failed before the agent stopped it
     if -first.exitcode in SIGNALS and reported is None:
         print(f"pipeline: {EarlyStopError()}", file=sys.stderr)
         return TemporaryError.code

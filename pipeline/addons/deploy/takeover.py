@@ -23,8 +23,8 @@ import threading
 import time
 from pathlib import Path
 
+from pipeline.addons.deploy.file_lock import has_name, lock
 from pipeline.errors import RequestError, TemporaryError
-from pipeline.files import has_name, lock
 from pipeline.record.folder import RunFolder
 from pipeline.streams import log
 

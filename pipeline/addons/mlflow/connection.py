@@ -10,7 +10,7 @@ import sys
 import time
 from urllib.parse import SplitResult, urlsplit
 
-from pipeline.config.credentials import split_credentials, without_password
+from pipeline.addons.ops.credentials import split_credentials, without_password
 from pipeline.errors import RequestError, RunError, one_line
 
 REQUEST_TIMEOUT_S = 5  # while training runs: the end of a run has time for two such requests

@@ -18,7 +18,7 @@ from typing import Any
 from pipeline.addons.mlflow import connection, parts
 from pipeline.addons.mlflow.model import send_model
 from pipeline.addons.mlflow.run import MlflowRun, open_run
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import parse_json

@@ -52,7 +52,7 @@ def _upload(run: MlflowRun, checkpoint: Path, step: int) -> str | None:
     """Return the id of the model once the server has it, or None if it cannot be exported."""
     import mlflow
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
-    from pipeline.record.checkpoint import decode
+    from pipeline.record.checkpoint_contents import decode
     from pipeline.record.checkpoint_files import read_verified
 
     contents = decode(read_verified(checkpoint), checkpoint)

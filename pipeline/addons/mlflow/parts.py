@@ -13,13 +13,13 @@ from typing import Any
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun, file_sizes, find_run
 from pipeline.addons.mlflow.uri import sqlite_file, tracking_uri, uri_in_environment
+from pipeline.addons.ops.credentials import without_password
 from pipeline.addons.ops.fixed_keys import flatten
 from pipeline.addons.report.evaluations import saved_evaluations, step_of_evaluation
 from pipeline.addons.report.figures import EVALUATION_FIGURES, draw_evaluation
 from pipeline.addons.report.page import FILE_NAME, render_page
 from pipeline.addons.report.summary import describe_run
 from pipeline.addons.run.receipt import Receipt, make_receipt
-from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder

@@ -15,7 +15,7 @@ import yaml
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import file_sizes
 from pipeline.addons.mlflow.uri import uri_in_environment
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.load import NoAliases, from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 
@@ -70,7 +70,7 @@ class _Loader(NoAliases, yaml.SafeLoader):
 def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
     """Return the configuration and the classes that its MLmodel states, and the weights of that."""
     from pipeline.addons.mlflow.exported_program import read_weights
-    from pipeline.model.architectures import meta_model
+    from pipeline.addons.ops.model import meta_model
 
     text = _download(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, scratch).read_text(encoding="utf-8")
     try:

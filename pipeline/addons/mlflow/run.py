@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.addons.mlflow.connection import check_artifact_host
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError, printable_name
 from pipeline.record.folder import RunFolder

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pipeline import world
 from pipeline.addons.mlflow import READY, TRAINING_DONE
 from pipeline.addons.mlflow.uri import ignored_variables, tracking_uri
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.errors import RequestError, RunError
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Listener, Start

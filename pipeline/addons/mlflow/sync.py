@@ -16,7 +16,7 @@ from pipeline.addons.mlflow import READY, TRAINING_DONE
 from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, root_cause
 from pipeline.addons.mlflow.delivery import Delivery
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.record.folder import RunFolder

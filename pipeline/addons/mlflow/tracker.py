@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.addons.mlflow.connection import protect_credentials, root_cause, split_uri
 from pipeline.addons.mlflow.uri import ignored_variables, sqlite_file, tracking_uri
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import parse_json

@@ -4,7 +4,7 @@ import os
 import re
 from urllib.parse import urlsplit
 
-from pipeline.config.credentials import show, split_credentials
+from pipeline.addons.ops.credentials import show, split_credentials
 from pipeline.config.schema import Config
 from pipeline.config.values import expand_home
 from pipeline.errors import RequestError, printable_name

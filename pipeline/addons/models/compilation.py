@@ -19,6 +19,7 @@ from pipeline.config.sections import Train
 from pipeline.errors import RequestError, one_line
 from pipeline.guards.signals import StopRequest
 from pipeline.machine import has_gpu
+from pipeline.operate import early_stop
 from pipeline.plan import Plan
 from pipeline.world import World
 
@@ -152,7 +153,7 @@ def compile_model(arch: str, run_pass: Callable[[], None], stop: StopRequest) ->
     except TorchDynamoException as error:
         if is_fault_of_machine(error):
             raise
-        stop.check()  # a signal may have ended the compiler
+        early_stop.check(stop)  # a signal may have ended the compiler
         return RequestError(f"{arch} cannot be compiled", f"train with train.compile=off ({one_line(error)})")
     return None
 

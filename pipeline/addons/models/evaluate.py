@@ -12,9 +12,8 @@ from pipeline.addons.deploy.processes import start_processes
 from pipeline.addons.models.inputs import check_target, for_evaluation
 from pipeline.addons.models.validation import open_validation
 from pipeline.addons.run import portable
-from pipeline.config.load import MAX_YAML_BYTES, from_yaml
+from pipeline.config.load import MAX_YAML_BYTES, from_yaml, read_limited
 from pipeline.errors import RequestError
-from pipeline.files import read_limited
 from pipeline.guards.signals import StopRequest
 from pipeline.launcher import this_world
 from pipeline.lazy import freeze_imports, part
@@ -43,12 +42,12 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         from pipeline.addons.models.trained import eval_model, eval_weights
         from pipeline.addons.run.progress import log_evaluation
         from pipeline.operate.start import broadcast_source, join
-        from pipeline.record import checkpoint, checkpoint_files
+        from pipeline.record import checkpoint_contents, checkpoint_files
 
         part("picture")  # before loader workers are forked
 
     path = checkpoint_files.find(Path(target))
-    contents = checkpoint.read_model(path)
+    contents = checkpoint_contents.read_model(path)
     trained, config = for_evaluation(contents["config"], str(path), overrides)
     source = None
     if here.is_main:

@@ -28,7 +28,7 @@ from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import replacing
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
-from pipeline.record import checkpoint, checkpoint_files
+from pipeline.record import checkpoint_contents, checkpoint_files
 
 _IMAGES = 8
 _TOLERANCE = 1e-4
@@ -46,7 +46,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     if missing:
         raise RequestError(f"--to {kind} needs {' and '.join(missing)}", f"pip install {' '.join(missing)}")
     source = checkpoint_files.find(target)
-    contents = checkpoint.read_model(source)
+    contents = checkpoint_contents.read_model(source)
     trained, config = for_evaluation(contents["config"], str(source), overrides)
     pixels, description = _comparison_images(config, contents, trained, overrides)
     served = ExportedModel(eval_model(contents, config.model)).eval()

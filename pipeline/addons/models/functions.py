@@ -1,6 +1,6 @@
 """Models that are not torchvision's: those of timm, and those that a function of the user returns.
 
-Promise: only code that the user named runs here (`config.trust`). timm is imported only for
+Promise: only code that the user named runs here (`trust`). timm is imported only for
 `timm/NAME`, and gets no argument that makes it fetch or open a file.
 """
 

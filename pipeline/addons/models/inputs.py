@@ -7,7 +7,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.config.credentials import show
+from pipeline.addons.ops.credentials import show
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, storage_outage

@@ -31,7 +31,7 @@ from pipeline.device import choose_device
 from pipeline.errors import RequestError, StorageError, printable_name
 from pipeline.lazy import part
 from pipeline.planning import divide_resources
-from pipeline.record import checkpoint, checkpoint_files
+from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.terminal import Terminal
 
 _TOP_K = 5
@@ -136,4 +136,4 @@ def _read_model(target: str) -> dict[str, Any]:
         from pipeline.addons.mlflow.registry import fetch_model
 
         return fetch_model(target)
-    return checkpoint.read_model(checkpoint_files.find(Path(target)))
+    return checkpoint_contents.read_model(checkpoint_files.find(Path(target)))

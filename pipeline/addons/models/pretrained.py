@@ -26,7 +26,7 @@ from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
 from pipeline.group import Group
 from pipeline.model.weights import load_weights
-from pipeline.record import checkpoint, checkpoint_files
+from pipeline.record import checkpoint_contents, checkpoint_files
 
 
 def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         path = checkpoint_files.find(Path(init))
     except StorageError as error:
         raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
-    return eval_weights(checkpoint.read_model(path))
+    return eval_weights(checkpoint_contents.read_model(path))
 
 
 def _published(arch: str, name: str) -> dict[str, Tensor]:

@@ -132,7 +132,7 @@ def _digests(path: Path) -> dict[str, str]:
     from torch import Tensor
 
     from pipeline.addons.models.digest import weights_digest
-    from pipeline.record.checkpoint import decode
+    from pipeline.record.checkpoint_contents import decode
 
     found = {}
 
@@ -151,7 +151,7 @@ def _digests(path: Path) -> dict[str, str]:
 def _checksums(old: Run, new: Run, steps: list[int]) -> Iterator[tuple[int, dict[str, str], dict[str, str]]]:
     """Yield the CRC-32 of each tensor by name, of evaluations that have them in both runs."""
     from pipeline.addons.models.trained import eval_weights
-    from pipeline.record.checkpoint import read_model
+    from pipeline.record.checkpoint_contents import read_model
 
     names = list(eval_weights(read_model(list_checkpoints(new.folder.checkpoints)[0])))
     for step in steps:

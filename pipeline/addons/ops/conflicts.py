@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 

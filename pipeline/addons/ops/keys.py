@@ -5,7 +5,7 @@ import textwrap
 from functools import cache
 from typing import Any
 
-from pipeline.config.credentials import show
+from pipeline.addons.ops.credentials import show
 from pipeline.config.schema import Config
 from pipeline.config.sections import Section
 from pipeline.errors import nearest

@@ -13,6 +13,7 @@ from pipeline import machine
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError, summary
+from pipeline.operate.request import nearest_existing
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
@@ -57,7 +58,7 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
     """
     if here.size == here.local_size or config.checkpoint.mirror:
         return "run.dir need not be shared: there is one machine, or checkpoint.mirror"
-    place = folder.nearest_existing()
+    place = nearest_existing(folder.path)
     command = ["stat", "--file-system", "--format=%T", str(place)]
     kind = subprocess.run(command, capture_output=True, encoding="utf-8", check=False).stdout.strip()
     if kind in _LOCAL_FILE_SYSTEMS:
@@ -69,7 +70,7 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
 
 def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     """Check that the disk holds the checkpoints to keep, the best one and the one being written."""
-    from pipeline.model.architectures import meta_model
+    from pipeline.addons.ops.model import meta_model
 
     copies = 1 + config.optimizer.moments + (1 if config.train.ema is not None else 0)
     model = meta_model(config.model, plan.num_classes)
@@ -77,7 +78,7 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     present = sum(path.stat().st_size for path in folder.checkpoints.glob("step-*.pt"))
     keep = config.checkpoint.keep
     needed = max(0, (keep + 2) * checkpoint_bytes - present) / _GIB
-    free = shutil.disk_usage(folder.nearest_existing()).free / _GIB
+    free = shutil.disk_usage(nearest_existing(folder.path)).free / _GIB
     if needed > free:
         problem = f"{keep} checkpoints, the best and one being written need {needed:.2f} GiB more"
         remedy = "make room, give another run.dir, or lower checkpoint.keep"

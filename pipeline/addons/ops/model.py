@@ -12,9 +12,8 @@ from pipeline.addons.shard.fsdp import check_can_shard
 from pipeline.addons.shard.partition import split_into_stages
 from pipeline.config.schema import Config
 from pipeline.config.sections import Model
-from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, list_first, one_line
-from pipeline.model.architectures import build, meta_model
+from pipeline.model.architectures import build
 from pipeline.plan import Plan
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
@@ -107,7 +106,7 @@ def _try_pass(
         model = check_model_exists(options, num_classes).train(is_training)
         return model, model(torch.zeros(images, 3, side, side, device="meta"))
     except Exception:
-        if not is_function(options.arch):
+        if not options.is_function:
             raise
     model = _freeze(build(options, num_classes), options).train(is_training)
     return model, model(torch.zeros(min(images, 2), 3, side, side))
@@ -151,3 +150,12 @@ def _check_weights_have_gradients(arch: str, model: nn.Module, logits: Tensor) -
             "remove the unused layers, set requires_grad=False on their weights, or"
             " train with run.exact=true",
         )
+
+
+def meta_model(options: Model, num_classes: int) -> nn.Module:
+    """Return the model on the meta device: shapes without values."""
+    try:
+        with torch.device("meta"):
+            return build(options, num_classes)
+    except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
+        return build(options, num_classes).to("meta")

@@ -10,10 +10,10 @@ import yaml
 from pydantic import BaseModel, Field
 
 from pipeline.addons.models.inputs import check_run_folder
-from pipeline.config.load import from_yaml
+from pipeline.config.load import from_yaml, read_limited
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, one_line
-from pipeline.files import parse_json, read_limited
+from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 

@@ -131,7 +131,7 @@ def _checkpoint_of(run: Run, step: int) -> Path:
 
     from pipeline.addons.models.digest import weights_digest
     from pipeline.addons.models.trained import eval_weights
-    from pipeline.record.checkpoint import read_model
+    from pipeline.record.checkpoint_contents import read_model
 
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"
     stated = run.rows.get(step, {"weights": digest})["weights"]

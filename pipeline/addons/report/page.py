@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.addons.ops.credentials import without_password
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.summary import repeat_command, summarise
 from pipeline.addons.run.receipt import make_receipt
-from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import BadImage
+from pipeline.record.checkpoint_files import list_checkpoints, step_of
+from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job
@@ -62,7 +64,7 @@ class ToJournal(Listener):
 
     def ended(self, end: End) -> None:
         self._log_mirror()
-        path = end.best and self._folder.checkpoint_of_step(end.best.step)
+        path = end.best and checkpoint_of_step(self._folder, end.best.step)
         best = {"step": end.best.step, "file": path.name} if end.best and path else None
         self._event("ended", status=end.status, step=end.step, line=end.line, best=best)
 
@@ -76,3 +78,8 @@ class ToJournal(Listener):
             self._event("mirror failed", reason=self._mirror.failures.pop(0))
         while self._mirror and self._mirror.uploaded:
             self._event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
+
+
+def checkpoint_of_step(folder: RunFolder, step: int) -> Path | None:
+    """Return the newest checkpoint of that step, or None."""
+    return next((path for path in list_checkpoints(folder.checkpoints) if step_of(path) == step), None)

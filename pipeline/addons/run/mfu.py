@@ -12,10 +12,10 @@ from contextlib import suppress
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.addons.ops.model import meta_model
 from pipeline.config.schema import Config
 from pipeline.config.sections import Model
 from pipeline.group import Group
-from pipeline.model.architectures import meta_model
 from pipeline.plan import Plan
 
 # dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first whose words are in the

@@ -6,10 +6,11 @@ import shlex
 import time
 from typing import Any
 
-from pipeline.config.credentials import without_password
+from pipeline.addons.ops.credentials import without_password
+from pipeline.addons.run.journal import checkpoint_of_step
 from pipeline.errors import BadImage
 from pipeline.lazy import part
-from pipeline.record.terminal import Terminal, format_duration
+from pipeline.record.terminal import Terminal
 from pipeline.supervision import process_stat
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job
@@ -90,7 +91,7 @@ def describe_evaluation(found: Evaluation) -> str:
 def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
     """Return the last lines of a finished run, by name."""
     config, folder, best = job.config, job.folder, end.best
-    file = best and folder.checkpoint_of_step(best.step)
+    file = best and checkpoint_of_step(folder, best.step)
     rows = {}
     if best is None:
         rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
@@ -105,3 +106,11 @@ def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
     flag = " --best" if best and file and best.step != end.step else ""
     rows["use it"] = f"pipeline predict {shlex.quote(str(folder.path))}{flag} IMAGE ..."
     return rows
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration such as `1 h 02 min`, `3 min 20 s` or `12 s`."""
+    total = round(seconds)
+    if total >= 3600:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 60} min {total % 60:02d} s" if total >= 60 else f"{total} s"

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from pipeline import __version__
-from pipeline.config.trust import is_function
+from pipeline.config.schema import Config
+from pipeline.config.sections import Model
 from pipeline.device import driver_version
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import run_id
@@ -43,14 +44,14 @@ def facts(job: Job, resumed_from: Path | None, device: torch.device) -> dict[str
         **({"portable": "yes" if plan.is_portable else plan.portable_reason} if plan.portable_reason else {}),
         "epochs": config.train.epochs,
         "data": job.source.digest,
-        **provenance(config.recipe, config.model.arch, device),
+        **provenance(config, device),
     }
 
 
-def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
+def provenance(config: Config, device: torch.device) -> dict[str, str]:
     """Return the facts that are known, by the names that MLflow's UI uses where it has one."""
     facts = {
-        "mlflow.source.name": f"pipeline train {recipe}",
+        "mlflow.source.name": f"pipeline train {config.recipe}",
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
         # the build arguments of the image, which are `unknown` if they were not given
@@ -63,7 +64,7 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
         **{name: getattr(sys.modules.get(name), "__version__", None) for name in ("simplejpeg", "timm")},
-        **_module_of(arch),
+        **_module_of(config.model),
         "device_type": device.type,
         "device": _cpu_model(),
     }
@@ -75,9 +76,9 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _module_of(arch: str) -> dict[str, str]:
+def _module_of(options: Model) -> dict[str, str]:
     """Return the file of the function that made the model, and its digest, for the receipt."""
-    module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
+    module = importlib.import_module(options.arch.partition(":")[0]) if options.is_function else None
     file = getattr(module, "__file__", None)
     if file is None:
         return {}

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from pipeline.addons.run.progress import format_duration
 from pipeline.plan import Plan
-from pipeline.record.terminal import format_duration
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.train.listener import Listener
 

@@ -18,7 +18,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.credentials import hide_credentials, without_password
+from pipeline.addons.ops.credentials import hide_credentials, without_password
 from pipeline.data.interface import OutageError
 from pipeline.errors import RequestError, RunError, one_line, printable_name
 

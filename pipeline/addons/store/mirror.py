@@ -27,6 +27,7 @@ from pipeline.addons.store.lease import Lease, check_mirror
 from pipeline.addons.store.restore import ABANDONED, CHECKPOINTS, Comparison
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.operate.request import check_writable
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
@@ -48,7 +49,7 @@ def open_mirror(config: Config, folder: RunFolder) -> "Mirror":
     or a run that is not resumed.
     """
     assert config.checkpoint.mirror
-    folder.check_writable()
+    check_writable(folder)
     store = Store(config.checkpoint.mirror)
     check_mirror(store)
     folder.hold()
