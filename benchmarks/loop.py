@@ -31,7 +31,6 @@ from rounds import Row, Turn, add_size, interleave, run_script, show, workers_cp
 from torch import nn
 from torch.nn import functional
 
-from pipeline import randomness
 from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.models.compilation import compile_mode
 from pipeline.cli.arguments import Parser, add_overrides
@@ -50,6 +49,7 @@ from pipeline.launcher import this_world
 from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
 from pipeline.operate.start import form_group
+from pipeline.operate.torch_settings import configure_torch
 from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
@@ -93,7 +93,7 @@ class Setup:
 def prepare(config: Config) -> Setup:
     """Configure torch for this process and open the data."""
     world = this_world()
-    randomness.configure_torch(
+    configure_torch(
         deterministic=config.is_deterministic_on_gpus, precision=config.train.precision,
         threads=max(1, world.cpus // world.local_size),
     )  # fmt: skip

@@ -38,12 +38,6 @@ def printable_line(text: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
 
 
-def printable_name(name: bytes | str) -> str:
-    """Return a file name as one printable line: other bytes are escaped."""
-    text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
 def summary(text: str, length: int = 600) -> str:
     """Return an error, without the frames of tracebacks in it, as one line."""
     lines = [line for line in text.splitlines() if not line.startswith("  ") and "Traceback" not in line]
@@ -55,10 +49,6 @@ def summary(text: str, length: int = 600) -> str:
 def count_of(number: int, noun: str, plural: str = "s") -> str:
     """Return `2 images`. plural: what the noun has at its end then."""
     return f"{number:,} {noun}" + ("" if number == 1 else plural)
-
-
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def list_first(items: list[str], limit: int) -> str:

@@ -22,6 +22,8 @@ PARTS = {
     "open source": "pipeline.addons.datasets.sources:open_source",
     "received source": "pipeline.addons.datasets.sources:received_source",
     "picture": "pipeline.addons.datasets.images:Picture",
+    "classes to draw from": "pipeline.addons.datasets.balance:Classes",
+    "augmentation policy": "pipeline.addons.datasets.policies:transforms_of",
     "open data": "pipeline.addons.datasets.place:open_data",
     "why not resident": "pipeline.addons.datasets.resident_limits:why_not",
     "resident images": "pipeline.addons.datasets.resident_images:load_images",

@@ -6,7 +6,6 @@ another rest in each epoch.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -184,19 +183,6 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
         """
         batches = self.local_world * (self.workers * self.prefetch + 2) if self.workers else 0
         return batches * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
-
-    def class_shares(self, counts: Sequence[int]) -> list[float]:
-        """Return the probability that an image of the training has each class, see `balance`.
-
-        counts: images of each class. The square root is that of Mahajan et al., "Exploring the
-        limits of weakly supervised pretraining", 2018.
-        """
-        weights = [
-            {"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[self.balance]
-            for count in counts
-        ]
-        total = math.fsum(weights)
-        return [weight / total for weight in weights]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

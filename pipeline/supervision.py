@@ -9,9 +9,6 @@ from pathlib import Path
 
 from pipeline.world import is_launched
 
-NO_LAUNCH_ID = "none"
-"""torchrun's id of every job on several nodes that is started without --rdzv-id."""
-
 
 def launch_id() -> str | None:
     """Return torchrun's id of the job, which stays the same at restarts; None without torchrun."""

@@ -27,7 +27,7 @@ import torch
 from kinds_list import KINDS, NOT_IN_QEMU, SLOW
 from torch import Tensor
 
-from pipeline.randomness import configure_torch
+from pipeline.operate.torch_settings import configure_torch
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow", "simplejpeg")
 EXTENSIONS = ("avx2", "fma3", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16")

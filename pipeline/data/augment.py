@@ -5,16 +5,14 @@ process or worker makes it, and in any order. Pixels stay uint8; they are normal
 """
 
 import math
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.transforms import v2 as transforms
 
 from pipeline.data.interface import Options, Picture
+from pipeline.lazy import part
 from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10
@@ -50,26 +48,13 @@ def augment(picture: Picture, options: Options, size: int, seed: int, key: Sampl
     if options.policy != "none":
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
             torch.default_generator.manual_seed(derive(seed, "policy", *_address(key)))
-            for transform in _transforms(options.policy, options.magnitude, options.erase):
+            for transform in part("augmentation policy")(options.policy, options.magnitude, options.erase):
                 crop = transform(crop)
     elif options.erase:
         top, left, height, width = draw_erasing(size, options, seed, key)
         crop = crop.clone()
         crop[:, top : top + height, left : left + width] = torch.tensor(MEAN_COLOUR)[:, None, None]
     return crop
-
-
-@lru_cache
-def _transforms(policy: str, magnitude: int, erase: float) -> list[Callable[[Tensor], Tensor]]:
-    """Return torchvision's policy and random erasing, in the order of its reference training."""
-    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-        "randaugment": lambda: transforms.RandAugment(magnitude=magnitude),
-        "autoaugment": transforms.AutoAugment,
-        "trivialaugment": transforms.TrivialAugmentWide,
-        "augmix": transforms.AugMix,
-    }
-    erasing = [transforms.RandomErasing(erase, value=MEAN_COLOUR)] if erase else []
-    return [policies[policy](), *erasing]
 
 
 def draw_crop(

@@ -16,10 +16,12 @@ neighbours may be the same image.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.lazy import part
 from pipeline.plan import Plan
 from pipeline.randomness import derive, generator
 
@@ -32,10 +34,11 @@ class Order:
         self._plan, self._seed = plan, seed
         # reading ahead crosses the end of an epoch, and to draw a balanced one takes long
         self._draw_epoch = lru_cache(maxsize=1 if plan.balance == "none" else 2)(self._draw)
-        self._classes: _Classes | None = None
+        self._classes: Any = None
+        """The images of each class, with `data.balance`."""
         if plan.balance != "none":
             assert labels is not None
-            self._classes = _Classes(labels, plan)
+            self._classes = part("classes to draw from")(labels, plan)
 
     def draws(self, step: int) -> tuple[Ids, Ids]:
         """Return ids and views of the update after `step` updates, [global_batch] int64 each."""
@@ -54,9 +57,9 @@ class Order:
     def micro_draws(self, step: int, rank: int, micro: int) -> tuple[Ids, Ids]:
         """Return the part of `draws(step)` for a rank's pass `micro`, [micro_batch] int64 each."""
         start = (rank * self._plan.accumulate + micro) * self._plan.micro_batch
-        part = slice(start, start + self._plan.micro_batch)
+        own = slice(start, start + self._plan.micro_batch)
         ids, views = self.draws(step)
-        return ids[part], views[part]
+        return ids[own], views[own]
 
     def replacement(self, epoch: int, sample: int, attempt: int) -> int:
         """Return the replacement of a sample that cannot be decoded, the same for every process.
@@ -78,44 +81,7 @@ class Order:
             draws = torch.rand(
                 (2, count), generator=generator(self._seed, "balance", epoch), dtype=torch.float64
             )
-            samples = self._classes.samples(draws.numpy())
-            return samples, _occurrences(samples)
+            return self._classes.samples(draws.numpy())  # type: ignore[no-any-return]
         # 18 ms for the 1.28 M images of ImageNet
         permutation = torch.randperm(count, generator=generator(self._seed, "order", epoch)).numpy()
         return permutation, np.broadcast_to(np.int64(0), count)
-
-
-class _Classes:
-    """The images of each class, to draw from."""
-
-    def __init__(self, labels: NDArray[np.int32], plan: Plan) -> None:
-        self._labels = labels
-        self._counts = np.bincount(labels)
-        self._ends = np.cumsum(plan.class_shares(self._counts.tolist()))
-        self._starts = np.cumsum(self._counts) - self._counts
-        self._images = np.argsort(labels, kind="stable")
-
-    def samples(self, draws: NDArray[np.float64]) -> Ids:
-        """Return the sample of each pair of draws, [N] int64. draws: [2, N] in 0..1."""
-        # the last sum may be a rounding below 1, and a class without an image has no share
-        labels = np.minimum(np.searchsorted(self._ends, draws[0], side="right"), np.argmax(self._ends))
-        within = (draws[1] * self._counts[labels]).astype(np.int64)
-        samples: Ids = self._images[self._starts[labels] + within]
-        return samples
-
-    def images_like(self, sample: int) -> Ids:
-        """Return all samples of the class of `sample`, ascending."""
-        label = self._labels[sample]
-        start = self._starts[label]
-        return self._images[start : start + self._counts[label]]
-
-
-def _occurrences(samples: Ids) -> Ids:
-    """Return how often each sample occurs before its place, [N] int64."""
-    by_sample = np.argsort(samples, kind="stable")
-    ordered = samples[by_sample]
-    places = np.arange(len(samples))
-    is_first = np.append(True, ordered[1:] != ordered[:-1])
-    result = np.empty_like(samples)
-    result[by_sample] = places - np.maximum.accumulate(np.where(is_first, places, 0))
-    return result

@@ -16,9 +16,9 @@ from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError
 from pipeline.lazy import part
+from pipeline.operate.torch_settings import FIXED_ORDER_ALGORITHM
 from pipeline.plan import Plan
 from pipeline.planning import make_plan, request_digest
-from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.failure import load_failure
 from pipeline.record.folder import RunFolder
 from pipeline.world import World

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import randomness
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.device import choose_device, make_timer
@@ -27,6 +26,7 @@ from pipeline.operate import resume
 from pipeline.operate.early_stop import exit_on_signal, raise_on_signal
 from pipeline.operate.request import Checked
 from pipeline.operate.resume import VerifiedCheckpoint, broadcast_contents, find
+from pipeline.operate.torch_settings import configure_torch
 from pipeline.plan import Plan
 from pipeline.planning import divide_resources, make_plan, request_digest
 from pipeline.record.failure import saving_failure
@@ -136,7 +136,7 @@ def join(config: Config, world: World) -> Group:
     """Configure torch, choose the device and join the process group."""
     if part("portability")(config, world)[0]:
         part("exact roots")()
-    randomness.configure_torch(
+    configure_torch(
         deterministic=config.is_deterministic_on("cuda" if world.uses_gpu(config.run.device) else "cpu"),
         # NCCL's order is fixed for run.deterministic alone: sums of integers need none
         any_order=config.run.exact or not config.run.deterministic,

@@ -21,8 +21,9 @@ from pipeline.addons.datasets.folders import CACHE
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import check_folder, save_index, scan
+from pipeline.addons.datasets.names import printable_name
 from pipeline.data.interface import Images, UnreadableError
-from pipeline.errors import RequestError, StorageError, count_of, printable_name
+from pipeline.errors import RequestError, StorageError, count_of
 from pipeline.machine import available_cpus
 
 DARK = 8

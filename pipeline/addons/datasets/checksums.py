@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from pipeline.addons.datasets.file_errors import open_regular
 from pipeline.addons.datasets.index import Index
-from pipeline.addons.datasets.names import is_image, normal_path
+from pipeline.addons.datasets.names import is_image, normal_path, printable_name
 from pipeline.addons.models.inputs import target_of
-from pipeline.errors import RequestError, StorageError, printable_name
+from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
 
 SUMS = "SHA256SUMS"

@@ -6,8 +6,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.addons.datasets.names import printable_name
 from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.errors import printable_name
 
 _FILE_ERRORS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR,
                 errno.ENAMETOOLONG, errno.ENXIO)  # fmt: skip

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pipeline.addons.datasets import file_errors, names
 from pipeline.addons.datasets.index import MISSING, Index, describe_ignored
-from pipeline.addons.datasets.names import normal_path
+from pipeline.addons.datasets.names import normal_path, printable_name
 from pipeline.data.interface import OutageError
-from pipeline.errors import RequestError, list_first, printable_name
+from pipeline.errors import RequestError, list_first
 
 CACHE = ".pipeline-index"
 """The folder of a data set that keeps its index."""

@@ -25,8 +25,9 @@ import numpy as np
 
 from pipeline.addons.datasets.file_errors import outage_error
 from pipeline.addons.datasets.index import Index, Split, SplitImages
+from pipeline.addons.datasets.names import printable_name
 from pipeline.data.interface import Source
-from pipeline.errors import RequestError, list_first, printable_name
+from pipeline.errors import RequestError, list_first
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"

@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.addons.datasets.holdout import HoldOut
-from pipeline.addons.datasets.names import normal_path
+from pipeline.addons.datasets.names import normal_path, printable_name
 from pipeline.data import interface
 from pipeline.data.interface import UnreadableError
-from pipeline.errors import list_first, printable_name
+from pipeline.errors import list_first
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
 

@@ -4,8 +4,6 @@ import re
 import unicodedata
 from contextlib import suppress
 
-from pipeline.errors import printable_name
-
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".jfif", b".jpe",
               b".jif", b".jfi", b".mpo", b".apng", b".dib", b".pnm", b".ppm", b".pgm", b".pbm")  # fmt: skip
 """Extensions of the formats that `addons.datasets.images` decodes."""
@@ -57,3 +55,9 @@ def class_of(folder: bytes | str) -> str:
 def is_bucket(place: object) -> bool:
     """Return True for s3://…, False for a path of this machine."""
     return str(place).startswith("s3://")
+
+
+def printable_name(name: bytes | str) -> str:
+    """Return a file name as one printable line: other bytes are escaped."""
+    text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -7,11 +7,11 @@ from pathlib import Path
 from pipeline.addons.datasets.file_errors import is_non_empty_folder
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import find_cached_index
-from pipeline.addons.datasets.names import is_bucket
+from pipeline.addons.datasets.names import is_bucket, printable_name
 from pipeline.addons.datasets.sources import data_root, open_source
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
-from pipeline.errors import RequestError, TemporaryError, printable_name
+from pipeline.errors import RequestError, TemporaryError
 from pipeline.operate.request import previous_config
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event

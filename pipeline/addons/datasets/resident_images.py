@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.addons.datasets.resident_limits import mib
 from pipeline.config.schema import Config
 from pipeline.data.augment import MEAN_COLOUR, draw_erasing, draw_shift, shifted_places
 from pipeline.data.batch import Batch
 from pipeline.data.loader import EvalBatches, TrainBatches, batches, sample_digests
 from pipeline.data.workers import Allocate
-from pipeline.errors import mib
 
 _CHUNK = 500
 _PATIENCE = 1 / 8  # of run.timeout: the other ranks wait meanwhile, and the loader needs its half

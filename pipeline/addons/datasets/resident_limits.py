@@ -3,7 +3,7 @@
 import math
 
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError, mib
+from pipeline.errors import RequestError
 from pipeline.plan import Plan
 from pipeline.world import World
 
@@ -52,3 +52,7 @@ def resident_bytes(config: Config, plan: Plan, device_type: str) -> int:
 
 def _bytes(images: int, size: int) -> int:
     return images * 3 * size**2
+
+
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -7,13 +7,16 @@ count of restarts leaves out nodes that come and go, and a node that replaces a 
 
 from pathlib import Path
 
-from pipeline import supervision
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
 from pipeline.record.terminal import make_terminal
+from pipeline.supervision import launch_id
+
+_NO_LAUNCH_ID = "none"
+"""torchrun's id of every job on several nodes that is started without --rdzv-id."""
 
 
 def has_applied_resume(config: Config, journal: Path) -> bool:
@@ -21,10 +24,10 @@ def has_applied_resume(config: Config, journal: Path) -> bool:
 
     Raises RequestError if a restart of this job could not be told from a later job.
     """
-    job, resume = supervision.launch_id(), config.run.resume
+    job, resume = launch_id(), config.run.resume
     if job is None or resume == "auto" or Path(resume).absolute() == config.run_dir.absolute():
         return False
-    if job == supervision.NO_LAUNCH_ID:
+    if job == _NO_LAUNCH_ID:
         raise RequestError(
             f"run.resume={resume} would apply again at each restart of a job without an id",
             "name this job with torchrun's --rdzv-id NAME, or leave run.resume out",
@@ -48,7 +51,7 @@ def config_after_restart(config: Config) -> Config:
         places = (Path(named) / used, Path(named) / "checkpoints" / used)
         resume = next((str(path) for path in places if path.exists()), named)
     make_terminal(is_main=True).log(
-        f"an earlier start of job {supervision.launch_id()} applied run.resume={named}: continuing with"
+        f"an earlier start of job {launch_id()} applied run.resume={named}: continuing with"
         f" run.resume={resume}"
     )
     return config.replacing("run", resume=resume)

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.mlflow.connection import check_artifact_host
 from pipeline.addons.ops.credentials import without_password
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError, TemporaryError, printable_name
+from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 

@@ -4,10 +4,11 @@ import os
 import re
 from urllib.parse import urlsplit
 
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.ops.credentials import show, split_credentials
 from pipeline.config.schema import Config
 from pipeline.config.values import expand_home
-from pipeline.errors import RequestError, printable_name
+from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
 
 _HTTP = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#]\S*)?"

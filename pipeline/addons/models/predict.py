@@ -21,6 +21,7 @@ from pipeline import launcher
 from pipeline.addons.datasets.file_errors import raise_if_outage
 from pipeline.addons.datasets.folders import Walk
 from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
@@ -28,7 +29,7 @@ from pipeline.addons.models.trained import eval_model
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.device import choose_device
-from pipeline.errors import RequestError, StorageError, printable_name
+from pipeline.errors import RequestError, StorageError
 from pipeline.lazy import part
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint_contents, checkpoint_files

@@ -2,9 +2,10 @@
 
 import math
 
+from pipeline.addons.datasets.resident_limits import mib
 from pipeline.addons.shard.plan import fsdp_slices
 from pipeline.config.schema import Config
-from pipeline.errors import count_of, mib
+from pipeline.errors import count_of
 from pipeline.plan import Plan, Resources
 
 

@@ -18,9 +18,10 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.ops.credentials import hide_credentials, without_password
 from pipeline.data.interface import OutageError
-from pipeline.errors import RequestError, RunError, one_line, printable_name
+from pipeline.errors import RequestError, RunError, one_line
 
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
 _ATTEMPTS = 5  # of boto3: for 5xx, a time-out or SlowDown, with growing pauses

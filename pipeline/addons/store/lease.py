@@ -19,8 +19,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store, StoredObject
-from pipeline.errors import RequestError, RunError, TemporaryError, printable_name
+from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.files import parse_json
 from pipeline.streams import log
 
