@@ -34,11 +34,12 @@ from pipeline.addons.datasets.index import MISSING, Index, Split
 from pipeline.addons.datasets.manifest import open_index, scan
 from pipeline.addons.datasets.sources import open_source, source_from_index
 from pipeline.addons.datasets.write_pack import pack as make_pack
+from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.config.load import load
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.data.loader import EvalBatches, TrainBatches, batches
+from pipeline.data.loader import TrainBatches, batches
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 

@@ -24,6 +24,7 @@ from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
 from pipeline.addons.models.digest import weights_digest
+from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.run.progress import describe_evaluation
@@ -31,7 +32,6 @@ from pipeline.addons.run.receipt import receipt_row
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.data.loader import EvalBatches
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
 from pipeline.record.checkpoint_contents import decode

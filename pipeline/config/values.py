@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from pipeline.config.duration import Duration
+from pipeline.lazy import part
 
 T = TypeVar("T")
 UNSET = ("auto", "null", "~", "")
@@ -52,33 +53,6 @@ Argument = bool | int | float | str | None
 """An argument of a function that makes a model."""
 
 
-def _parse_arguments(value: object) -> dict[str, Any]:
-    """Return keyword arguments with typed values; raise ValueError for anything else."""
-    if not isinstance(value, dict) or not all(str(name).isidentifier() for name in value):
-        raise ValueError("not keyword arguments")
-    return {
-        name: [_parse_argument(item) for item in given] if isinstance(given, list) else _parse_argument(given)
-        for name, given in value.items()
-    }
-
-
-def _parse_argument(value: object) -> Argument:
-    """Return the value that a word means: a number, true, false, none, or itself."""
-    if value is None or isinstance(value, int | float):
-        return value
-    words = {"true": True, "false": False, "none": None, "null": None, "~": None}
-    if not isinstance(value, str) or not (0 < len(value) <= 200 and value.isprintable()):
-        raise ValueError("not a number or a word")
-    if value.lower() in words:
-        return words[value.lower()]
-    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value, re.ASCII | re.IGNORECASE):
-        return value
-    number = float(value) if re.search("[.eE]", value) else int(value)
-    if abs(number) >= 1 << 20:
-        raise ValueError("too large")
-    return number
-
-
 Absent = read_as(None, "none", *UNSET)
 OrNone = Annotated[T | None, Absent]
 """A value that may be `auto` or `none`: the plan then chooses it, or the feature is off."""
@@ -112,7 +86,7 @@ Place = Annotated[Text, AfterValidator(_normalise_path)]
 
 Arguments = Annotated[
     dict[str, Argument | list[Argument]],
-    BeforeValidator(_parse_arguments),
+    BeforeValidator(lambda given: part("parse arguments")(given)),
     WithJsonSchema(
         {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
     ),
@@ -124,17 +98,13 @@ def _allowed(words: str, **bounds: Any) -> Any:
     return Field(**bounds, json_schema_extra={"allowed": words})
 
 
-def _check_model_name(name: str) -> str:
-    if len(name) > 250 or re.search(r"@(latest|v\d+)$", name, re.IGNORECASE):
-        raise ValueError("not a name for MLflow")
-    return name
-
-
 _MODEL_NAME = (
     "NAME or NAME@ALIAS (letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
 )
 ModelName = Annotated[
-    str, _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"), AfterValidator(_check_model_name)
+    str,
+    _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"),
+    AfterValidator(lambda name: part("check model name")(name)),
 ]
 ExperimentName = Annotated[Text, _allowed("up to 500 characters", max_length=500)]
 RunName = Annotated[str, _allowed("a name of letters, digits, blanks and _ . -", pattern=r"^[\w. -]+$")]

@@ -5,7 +5,7 @@ process or worker makes it, and in any order. Pixels stay uint8; they are normal
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,12 +151,6 @@ def center_crop(pixels: Tensor, size: int, resize: int) -> Tensor:
 def _central(pixels: Tensor, height: int, width: int) -> Tensor:
     top, left = (pixels.shape[1] - height) // 2, (pixels.shape[2] - width) // 2
     return pixels[:, top : top + height, left : left + width]
-
-
-def evaluation_geometry(evaluate: Any, options: Options) -> tuple[int, int]:
-    """Return (size, resize) of validation images, with the defaults of what is not configured."""
-    size = evaluate.size or options.size
-    return size, evaluate.resize or round(size * 8 / 7)
 
 
 def resize_image(pixels: Tensor, height: int, width: int) -> Tensor:

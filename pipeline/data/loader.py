@@ -7,7 +7,6 @@ on. The memory of a worker stays flat: it holds the mapped index and the order o
 """
 
 import hashlib
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -16,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.data.augment import SampleKey, augment, center_crop, evaluation_geometry
-from pipeline.data.batch import NO_LABEL, Batch, Defect
+from pipeline.data.augment import SampleKey, augment
+from pipeline.data.batch import Batch, Defect
 from pipeline.data.interface import Images, Options, OutageError, Picture, UnreadableError
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
@@ -64,7 +63,7 @@ class Patience:
 
 
 @dataclass
-class _Batches(ABC):
+class Batches(ABC):
     """Makes the batch at a position. A subclass says which samples are in it, and loads each."""
 
     images: Images
@@ -103,7 +102,7 @@ class _Batches(ABC):
 
 
 @dataclass
-class TrainBatches(_Batches):
+class TrainBatches(Batches):
     """The training batches of one process: position = step × accumulate + micro."""
 
     plan: Plan
@@ -150,35 +149,7 @@ class TrainBatches(_Batches):
         return int(self.images.labels[key.sample])
 
 
-class EvalBatches(_Batches):
-    """Batches of the validation images in index order, the same at any world size."""
-
-    def __len__(self) -> int:
-        batch: int = self.config.evaluate.batch
-        return math.ceil(len(self.images) / batch)
-
-    def _keys(self, position: int) -> list[SampleKey]:
-        start, count = position * self.config.evaluate.batch, self.config.evaluate.batch
-        return [SampleKey(0, sample, 0) for sample in range(start, min(start + count, len(self.images)))]
-
-    def _size_at(self, position: int) -> int:
-        return evaluation_geometry(self.config.evaluate, self.config.augment)[0]
-
-    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect], patience: Patience) -> int:
-        try:
-            picture = patience.open(key.sample)
-            pixels = picture.region(0, 0, picture.height, picture.width)
-            out.copy_(center_crop(pixels, *evaluation_geometry(self.config.evaluate, self.config.augment)))
-            return int(self.images.labels[key.sample])
-        except UnreadableError as error:
-            out.zero_()
-            defects.append(Defect(key.sample, str(error)))
-            return NO_LABEL  # it is not replaced, and so counts as wrong
-
-
-def batches(
-    maker: TrainBatches | EvalBatches, positions: Sequence[int], plan: Resources, *, pin: bool
-) -> Generator[Batch]:
+def batches(maker: Batches, positions: Sequence[int], plan: Resources, *, pin: bool) -> Generator[Batch]:
     """Yield the batches of `positions`, in order, from `plan.workers` processes (0: this one).
 
     Close it: its workers ignore SIGTERM, and Python waits for them when it exits. If a worker dies,

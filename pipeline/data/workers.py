@@ -5,7 +5,9 @@ the k-th on, so nothing has to be dealt out. It stays `prefetch` batches ahead: 
 batch that is taken from its pipe it gets an empty message, and makes one more.
 
 Images travel in memory that both processes map (a memfd): they are not copied, /dev/shm need not be
-large, and the kernel takes the memory back when nothing refers to it, however a process ends.
+large, and the kernel takes the memory back when nothing refers to it, however a process ends. A
+worker uses it again once nothing in the process that trains refers to its batch: new pages for each
+batch would cost a tenth of the loader's time.
 """
 
 import math
@@ -14,12 +16,14 @@ import os
 import signal
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,7 +58,7 @@ def worker_batches(
     3.11.10, cpython#112275). The iterator raises RuntimeError with the traceback of a worker, too.
     """
     processes: list[BaseProcess] = []
-    pipes: list[Connection] = []
+    senders: list[_Sender] = []
     try:
         for number in range(count):
             pipe, theirs = Pipe()
@@ -64,13 +68,13 @@ def worker_batches(
             process = get_context("fork").Process(target=_work, args=arguments, daemon=True)
             process.start()
             processes.append(process)
-            pipes.append(pipe)
+            senders.append(_Sender(pipe))
             theirs.close()  # else its end would go unnoticed
-        for pipe in pipes:
-            if not pipe.poll(_START_TIMEOUT_S):
+        for sender in senders:
+            if not sender.pipe.poll(_START_TIMEOUT_S):
                 raise WorkersDiedError(f"a worker did not start in {_START_TIMEOUT_S} s")
         # each worker has a pipe of its own, so a slow batch of one does not mix up the order
-        yield (_receive(pipes[i % count]) for i in range(len(positions)))
+        yield (senders[i % count].receive() for i in range(len(positions)))
     finally:
         for worker in processes:
             worker.kill()  # they ignore other signals, and hold nothing that would have to be written
@@ -78,25 +82,80 @@ def worker_batches(
             worker.join()
 
 
-def _receive(pipe: Connection) -> Batch:
-    """Return the next batch of a worker, and let it make one more."""
-    try:
-        # a pickle, but from our own fork; the pixels follow as a descriptor, and are not copied
-        fields, shape = pipe.recv() or pipe.recv()  # the first message is None: it has started
-        if isinstance(fields, str):
-            raise RuntimeError(f"in a loader worker: {fields}")
+class _Sender:
+    """A worker, as the process that trains sees it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+        self._mappings: dict[int, mmap.mmap] = {}
+        """The worker's memory, by its number."""
+
+    def receive(self) -> Batch:
+        """Return the next batch of the worker, and let it make one more."""
+        try:
+            # a pickle, but from our own fork; the pixels are in memory that both map
+            fields, shape, number, is_new = self.pipe.recv() or self.pipe.recv()  # None: it has started
+            if isinstance(fields, str):
+                raise RuntimeError(f"in a loader worker: {fields}")
+            if is_new:
+                file = recv_handle(self.pipe)
+                self._mappings[number] = mmap.mmap(file, math.prod(shape))
+                os.close(file)
+        except (EOFError, OSError) as error:
+            raise WorkersDiedError(str(error) or "its pipe was closed") from None
         if shape:
-            file = recv_handle(pipe)
-            fields["images"] = _map_images(file, shape)
-            os.close(file)
-    except (EOFError, OSError) as error:
-        raise WorkersDiedError(str(error) or "its pipe was closed") from None
-    with suppress(OSError):  # it may have made its last batch, and have left
-        pipe.send_bytes(b"")
-    tensors = {
-        name: torch.from_numpy(field) for name, field in fields.items() if isinstance(field, np.ndarray)
-    }
-    return Batch(**fields | tensors)
+            fields["images"] = _images(self._lend(number), shape)
+        self._tell(b"")
+        tensors = {
+            name: torch.from_numpy(field) for name, field in fields.items() if isinstance(field, np.ndarray)
+        }
+        return Batch(**fields | tensors)
+
+    def _lend(self, number: int) -> memoryview:
+        """Return memory. Once the tensors in it are gone, the worker may use it again."""
+        lent = memoryview(self._mappings[number])  # their storage alone refers to this object
+        weakref.finalize(lent, self._give_back, number, os.getpid()).atexit = False
+        return lent
+
+    def _give_back(self, number: int, owner: int) -> None:
+        # a process that was forked meanwhile, such as a worker of an evaluation, has a copy of it
+        if os.getpid() == owner:
+            self._tell(b"%d" % number)
+
+    def _tell(self, message: bytes) -> None:
+        with suppress(OSError):  # the worker may have made its last batch, and have left
+            self.pipe.send_bytes(message)
+
+
+class _Place(NamedTuple):
+    number: int
+    mapping: mmap.mmap
+    file: int
+    """If the process that trains does not know it yet, else -1."""
+
+
+class _Memory:
+    """The memory of a worker for the images of its batches."""
+
+    def __init__(self) -> None:
+        self.free: list[int] = []
+        """Numbers of what may be used again."""
+        self._mappings: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> _Place:
+        number = self.free.pop() if self.free else len(self._mappings)
+        if number < len(self._mappings) and len(self._mappings[number]) >= num_bytes:
+            return _Place(number, self._mappings[number], -1)
+        file = os.memfd_create("batch")
+        try:
+            os.posix_fallocate(file, 0, num_bytes)  # else a full memory would be a bus error
+        except OSError as error:
+            print(
+                f"a loader worker has no memory for its batch: {error.strerror}", file=sys.stderr, flush=True
+            )
+            os._exit(CRASH)  # another process may make it
+        self._mappings[number : number + 1] = [mmap.mmap(file, num_bytes)]
+        return _Place(number, self._mappings[number], file)
 
 
 def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connection, parent: int) -> None:
@@ -107,48 +166,47 @@ def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connec
     die_with_parent(parent)
     # OpenMP's threads did not survive the fork: a parallel loop would wait for them
     torch.set_num_threads(1)
+    memory, taken = _Memory(), 0
     with suppress(EOFError, OSError):  # the process that trains has closed the pipe
         pipe.send(None)
         for i, position in enumerate(positions):
             # the first batches unasked, then one for each that was taken: so memory has a bound
-            if i >= prefetch:
-                pipe.recv_bytes()
-            _send(pipe, make, position, positions[i + 1 : i + 1 + prefetch])
+            while i - taken >= prefetch or pipe.poll():
+                if given_back := pipe.recv_bytes():
+                    memory.free.append(int(given_back))
+                else:
+                    taken += 1
+            _send(pipe, make, memory, position, positions[i + 1 : i + 1 + prefetch])
     os._exit(0)  # without the exit handlers of the process that it was forked from
 
 
-def _send(pipe: Connection, make: MakeBatch, position: int, following: Sequence[int]) -> None:
+def _send(
+    pipe: Connection, make: MakeBatch, memory: _Memory, position: int, following: Sequence[int]
+) -> None:
     """Make a batch and send it, or the traceback of what was raised. Raises OSError."""
-    file = -1
+    place: _Place | None = None
 
     def allocate(count: int, size: int) -> Tensor:
-        nonlocal file
-        file = os.memfd_create("batch")
-        try:
-            os.posix_fallocate(file, 0, count * size * size * 3)  # else a full memory would be a bus error
-        except OSError as error:
-            print(
-                f"a loader worker has no memory for its batch: {error.strerror}", file=sys.stderr, flush=True
-            )
-            os._exit(CRASH)  # another process may make it
-        return _map_images(file, (count, size, size, 3))
+        nonlocal place
+        place = memory.take(count * size * size * 3)
+        return _images(place.mapping, (count, size, size, 3))
 
     try:
         fields = make(position, following, allocate)._asdict()
         shape: tuple[int, ...] = ()
-        if file >= 0:  # else there are no pixels, see `Batch.images`
+        if place:  # else there are no pixels, see `Batch.images`
             shape = tuple(fields.pop("images").permute(0, 2, 3, 1).shape)  # as they are in memory
         arrays = {
             name: field.numpy() if isinstance(field, Tensor) else field for name, field in fields.items()
         }
     except BaseException:
         # as text: an exception of any type could fail to be pickled, or look like a lost pipe
-        pipe.send((traceback.format_exc(), ()))
+        pipe.send((traceback.format_exc(), (), 0, False))
         return
-    pipe.send((arrays, shape))
-    if shape:
-        send_handle(pipe, file, 0)
-        os.close(file)  # the kernel keeps the memory as long as a process has it mapped
+    pipe.send((arrays, shape, place.number if place else 0, bool(place and place.file >= 0)))
+    if place and place.file >= 0:
+        send_handle(pipe, place.file, 0)
+        os.close(place.file)  # the kernel keeps the memory as long as a process has it mapped
 
 
 def allocate(count: int, size: int) -> Tensor:
@@ -156,7 +214,7 @@ def allocate(count: int, size: int) -> Tensor:
     return torch.empty((count, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 
 
-def _map_images(file: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the images [count, 3, height, width] in a file. shape: (count, height, width, 3)."""
-    images = torch.frombuffer(mmap.mmap(file, math.prod(shape)), dtype=torch.uint8)
+def _images(memory: mmap.mmap | memoryview, shape: tuple[int, ...]) -> Tensor:
+    """Return the images [count, 3, height, width] in it. shape: (count, height, width, 3)."""
+    images = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape))
     return images.view(shape).permute(0, 3, 1, 2)

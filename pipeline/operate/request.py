@@ -7,6 +7,7 @@ checked while the others train. None changes anything, but missing digits are ma
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,13 @@ from pipeline import machine
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
-from pipeline.errors import RequestError, RunError
+from pipeline.errors import NotFiniteError, RequestError, RunError, StorageError, TemporaryError
+from pipeline.files import parse_json
 from pipeline.lazy import part
 from pipeline.operate.torch_settings import FIXED_ORDER_ALGORITHM
 from pipeline.plan import Plan
 from pipeline.planning import make_plan, request_digest
-from pipeline.record.failure import load_failure
+from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -79,12 +81,27 @@ def nearest_existing(path: Path) -> Path:
 
 def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFolder) -> str:
     """Raise the error of the previous start of this request if it failed permanently."""
-    failure = load_failure(folder.path, request_digest(config, here))
+    failure = _load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
         advice = folder.advice_after_failure(config)
         print(f"the previous start of this request failed with the error below: {advice}", file=sys.stderr)
         raise failure
     return "previous start did not fail"
+
+
+def _load_failure(folder: Path, request: str) -> RunError | None:
+    """Return the permanent error that the last start of this request (its digest) ended with."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        saved = parse_json((folder / FAILURE).read_bytes())
+        if saved["request"] == request:
+            return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
+    return None
+
+
+def from_exit_code(code: int) -> type[RunError]:
+    """Return the error class of an exit code; RunError for a code without a class."""
+    kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
+    return next((kind for kind in kinds if kind.code == code), RunError)
 
 
 def check_device(config: Config, here: World) -> str:

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.config.schema import Config
-from pipeline.errors import PERMANENT, RunError, from_exit_code
-from pipeline.files import atomic_write, parse_json
+from pipeline.errors import PERMANENT, RunError
+from pipeline.files import atomic_write
 from pipeline.record.folder import RunFolder
 
 FAILURE = "failure.json"
@@ -45,15 +45,6 @@ def saving_failure(
         if save_failure(folder.path, error, request):
             log(f"with run.resume=auto this request now fails at once: {folder.advice_after_failure(config)}")
         raise
-
-
-def load_failure(folder: Path, request: str) -> RunError | None:
-    """Return the permanent error that the last start of this request (its digest) ended with."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        saved = parse_json((folder / FAILURE).read_bytes())
-        if saved["request"] == request:
-            return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
-    return None
 
 
 def clear_failure(folder: Path) -> None:

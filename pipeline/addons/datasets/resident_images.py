@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from pipeline.addons.datasets.resident_limits import mib
+from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.config.schema import Config
 from pipeline.data.augment import MEAN_COLOUR, draw_erasing, draw_shift, shifted_places
 from pipeline.data.batch import Batch
-from pipeline.data.loader import EvalBatches, TrainBatches, batches, sample_digests
+from pipeline.data.loader import TrainBatches, batches, sample_digests
 from pipeline.data.workers import Allocate
 
 _CHUNK = 500

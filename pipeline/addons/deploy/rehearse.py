@@ -24,11 +24,11 @@ from docker.types import DeviceRequest, IPAMConfig, IPAMPool
 
 import docker
 from docker import DockerClient
-from pipeline import errors
 from pipeline.addons.deploy import node as node_settings
 from pipeline.config.load import load
 from pipeline.errors import CRASH, OK, NotFiniteError, RequestError, StorageError, one_line
 from pipeline.guards.signals import handle
+from pipeline.operate.request import from_exit_code
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
@@ -131,7 +131,7 @@ class Cluster:
                 raise code
             if code in _PERMANENT:  # of the preflight: torchrun exits with 1
                 line = self._last_lines.get(node, f"node {node} exited with {code}")
-                raise errors.from_exit_code(code)(line.removeprefix("pipeline: "))
+                raise from_exit_code(code)(line.removeprefix("pipeline: "))
             if code == OK and node == 0:  # rank 0 leaves last: the training is done
                 for fault in faults:
                     _log(f"the training ended before step {fault.step}: did not {fault}")

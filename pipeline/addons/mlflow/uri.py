@@ -95,3 +95,10 @@ def _mlflow_changes(path: str) -> bool:
     It decodes %41, a ? ends the path, and names must be UTF-8.
     """
     return re.search(r"\?|%[0-9a-fA-F]{2}|[\ud800-\udfff]", path) is not None
+
+
+def check_model_name(name: str) -> str:
+    """Return a name that MLflow takes for a model. Raises ValueError for any other."""
+    if len(name) > 250 or re.search(r"@(latest|v\d+)$", name, re.IGNORECASE):
+        raise ValueError("not a name for MLflow")
+    return name

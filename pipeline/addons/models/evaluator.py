@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.addons.datasets.resident_limits import validation_bytes
+from pipeline.addons.models.eval_batches import EvalBatches, evaluation_geometry
 from pipeline.addons.report.predictions import Predictions
 from pipeline.config.schema import Config
-from pipeline.data.augment import evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.interface import Images
-from pipeline.data.loader import EvalBatches, batches
+from pipeline.data.loader import batches
 from pipeline.data.transfer import to_device
 from pipeline.errors import BadImage
 from pipeline.group import Group

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.addons.models.eval_batches import EvalBatches, evaluation_geometry
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import for_evaluation, target_of
 from pipeline.addons.models.trained import eval_model
 from pipeline.addons.models.validation import open_validation
 from pipeline.config.schema import Config
-from pipeline.data.augment import evaluation_geometry
 from pipeline.data.interface import OutageError
-from pipeline.data.loader import EvalBatches
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import replacing
 from pipeline.model.architectures import build

@@ -26,6 +26,7 @@ from pipeline.addons.ops.compare import compare
 from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
+from pipeline.operate.request import from_exit_code
 from pipeline.orphan import die_with_parent
 
 
@@ -160,5 +161,5 @@ def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
         check=False,
     ).returncode
     if code:
-        kind = errors.from_exit_code(code) if code in errors.PERMANENT else TemporaryError
+        kind = from_exit_code(code) if code in errors.PERMANENT else TemporaryError
         raise kind(f"the repetition failed (exit {code}), and its own error is printed above")

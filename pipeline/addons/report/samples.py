@@ -13,11 +13,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipeline.addons.models.eval_batches import evaluation_geometry
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.commands import STARTED_BY_RUN
 from pipeline.addons.report.evaluations import SavedEvaluation
 from pipeline.addons.report.page import write_page
-from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
+from pipeline.data.augment import center_crop, resize_image
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import TrainBatches
 from pipeline.data.mix import mix_images
