@@ -105,7 +105,7 @@ class _Sender:
             raise WorkersDiedError(str(error) or "its pipe was closed") from None
         if shape:
             fields["images"] = _images(self._lend(number), shape)
-        self._tell(b"")
+        _tell(self.pipe, b"")
         tensors = {
             name: torch.from_numpy(field) for name, field in fields.items() if isinstance(field, np.ndarray)
         }
@@ -114,17 +114,19 @@ class _Sender:
     def _lend(self, number: int) -> memoryview:
         """Return memory. Once the tensors in it are gone, the worker may use it again."""
         lent = memoryview(self._mappings[number])  # their storage alone refers to this object
-        weakref.finalize(lent, self._give_back, number, os.getpid()).atexit = False
+        weakref.finalize(lent, _give_back, self.pipe, number, os.getpid()).atexit = False
         return lent
 
-    def _give_back(self, number: int, owner: int) -> None:
-        # a process that was forked meanwhile, such as a worker of an evaluation, has a copy of it
-        if os.getpid() == owner:
-            self._tell(b"%d" % number)
 
-    def _tell(self, message: bytes) -> None:
-        with suppress(OSError):  # the worker may have made its last batch, and have left
-            self.pipe.send_bytes(message)
+def _give_back(pipe: Connection, number: int, owner: int) -> None:
+    # a process forked meanwhile, such as a worker of an evaluation, has a copy of the object
+    if os.getpid() == owner:
+        _tell(pipe, b"%d" % number)
+
+
+def _tell(pipe: Connection, message: bytes) -> None:
+    with suppress(OSError):  # the worker may have made its last batch, and have left
+        pipe.send_bytes(message)
 
 
 class _Place(NamedTuple):
