@@ -8,7 +8,7 @@ import torch
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError, one_line
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.machine import has_gpu, no_gpu_error
 from pipeline.timing import StepTimer
 from pipeline.world import World, is_launched
@@ -62,7 +62,7 @@ def _compute(device: torch.device) -> None:
 
 def make_timer(device: torch.device) -> StepTimer:
     """Return the timer for steps on a device."""
-    timer: StepTimer = part("gpu timer")() if device.type == "cuda" else StepTimer()
+    timer: StepTimer = addon("run.timing").CudaStepTimer() if device.type == "cuda" else StepTimer()
     return timer
 
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 from pipeline.errors import RequestError
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.machine import available_cpus, has_gpu
 from pipeline.world import ALONE, VARIABLES, World, is_launched
 
@@ -18,7 +18,7 @@ def this_world(nproc: int | None = None) -> World:
 
     nproc: that of --nproc, which no process of a launcher may have.
     """
-    missing = part("missing to compile")()
+    missing = addon("models.compilation").missing_to_compile()
     alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing)
     if not is_launched():
         return alone

@@ -13,7 +13,7 @@ from functools import partial
 from pipeline.config.duration import Duration
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, count_of
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.plan import BatchSizes, DataSize, ImageSizes, Plan, Resources, Schedule
 from pipeline.world import World
 
@@ -23,8 +23,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     batch = divide_batch(config, world.size)
     schedule = _schedule(config, data, passes=world.size * batch.accumulate)
     images = _image_sizes(config, schedule)
-    compiles, compile_reason = part("compilation")(config, world)
-    is_portable, portable_reason = part("portability")(config, world)
+    compiles, compile_reason = addon("models.compilation").compilation(config, world)
+    is_portable, portable_reason = addon("run.portable").portability(config, world)
     plan = Plan(
         **vars(divide_resources(config, world)),
         **vars(batch),
@@ -37,7 +37,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         is_portable=is_portable,
         portable_reason=portable_reason,
     )
-    return replace(plan, not_resident=part("why not resident")(config, plan, world))
+    return replace(plan, not_resident=addon("datasets.resident_limits").why_not(config, plan, world))
 
 
 def divide_batch(config: Config, world: int) -> BatchSizes:
@@ -63,7 +63,7 @@ def divide_batch(config: Config, world: int) -> BatchSizes:
     )
     if config.parallel != "stages":
         return sizes
-    stages, micro_batches = part("divide into stages")(config, world, micro_batch)
+    stages, micro_batches = addon("shard.plan").divide_into_stages(config, world, micro_batch)
     return replace(sizes, stages=stages, micro_batches=micro_batches)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
-from pipeline.lazy import PARTS, part
+from pipeline.lazy import addon
 
 PACKAGE = Path(pipeline.__file__).parent
 FILES = {
@@ -172,10 +172,10 @@ def test_the_core_imports_no_addon() -> None:
         assert not {name for name in imported_from_package(module) if room(name) == "addons"}, module
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_each_part_that_is_imported_by_name_exists(name: str) -> None:
-    assert PARTS[name].partition(":")[0] in FILES
-    assert part(name)
+def test_each_part_of_an_addon_that_is_asked_for_by_name_exists() -> None:
+    text = "\n".join(path.read_text() for path in FILES.values())
+    for name, attribute in re.findall(r"""addon\(["']([\w.]+)["']\)\.(\w+)""", text):
+        assert hasattr(addon(name), attribute), f"{name}.{attribute}"
 
 
 def test_only_their_own_modules_import_mlflow_docker_and_clients_of_stores() -> None:

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from pipeline.addons.models import zoo
-from pipeline.addons.ops.model import meta_model
+from pipeline.addons.models.functions import meta_model
 from pipeline.config.load import RECIPES, from_yaml, load
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError, nearest
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 _KEYS_HELP = "'pipeline train --help' lists the keys"
 
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         """Raise RequestError for what could not be parsed: its first flag, or its first word."""
         word = next((word for word in rest if word.startswith("-")), rest[0])
         name = word.partition("=")[0]
-        part("refuse what 0.2 had")(name)
+        addon("ops.replaced").refuse_replaced(name)
         flags = re.findall(r"--[\w-]+", self.format_usage())
         self.error(f"unexpected argument {name!r}{nearest(name, flags, cutoff=0.7)}")
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from pipeline import __version__, errors, launcher, supervision, world
 from pipeline.cli.arguments import Parser
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError, storage_outage
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.operate import early_stop
 
 _COMMANDS = (
@@ -80,7 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def execute(words: Sequence[str], parser: Parser) -> int:
     """Run what `parser` finds in the words; return the exit code. Only rank 0 prints the result."""
-    part("tolerate failures of streams")()
+    addon("run.streams").tolerate_failures()
     is_main, is_first_here = launcher.is_first("RANK"), launcher.is_first("LOCAL_RANK")
     try:
         options = parse(words, parser)
@@ -89,7 +89,7 @@ def execute(words: Sequence[str], parser: Parser) -> int:
         if is_main and not isinstance(result, int):
             _erase_live_line()
             print(result, flush=True)
-        if (error := part("error of standard output")()) and code == errors.OK:
+        if (error := addon("run.streams").output_error()) and code == errors.OK:
             raise StorageError(f"standard output cannot be written: {error.strerror}")
         return code
     except RunError as error:
@@ -99,7 +99,7 @@ def execute(words: Sequence[str], parser: Parser) -> int:
         # machine. A later error, unless it is collective, may be this rank's alone.
         is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
         if is_main or (error.code == RequestError.code and is_own):
-            _print_error(part("without password")(str(error)))
+            _print_error(addon("ops.credentials").without_password(str(error)))
         if error.code in errors.PERMANENT:
             supervision.stop_restarts()
         return error.code
@@ -147,12 +147,12 @@ def parse(words: Sequence[str], parser: Parser | None = None) -> argparse.Namesp
 
         argcomplete.autocomplete(parser, always_complete_options=False)
     if words:
-        part("refuse what 0.2 had")(words[0])
+        addon("ops.replaced").refuse_replaced(words[0])
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
     elif rest:
         options.parser.refuse(rest)
     for name in getattr(options, "trust", None) or ():
-        part("trust")(name)
+        addon("models.trust").trust(name)
     return options

@@ -10,7 +10,7 @@ from pipeline import streams, supervision
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command
 from pipeline.guards.signals import StopRequest
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 
 def add_commands(commands: Commands) -> None:
@@ -23,7 +23,7 @@ class _HelpWithKeys(argparse.Action):
     """Prints the help of `train` and every key, whose schema is slow to build."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        keys = part("describe keys")(arguments.help_width())
+        keys = addon("ops.keys").describe_keys(arguments.help_width())
         print(parser.format_help())
         print(f"Keys of a recipe, with their defaults, by section:\n\n{keys}")
         parser.exit()
@@ -48,11 +48,11 @@ def _add_train(commands: Commands) -> None:
 def _train(options: argparse.Namespace) -> str | int:
     # prints the traceback of every thread, in ranks and in their loader workers; 2: standard error
     faulthandler.register(signal.SIGUSR1, 2)
-    part("lose unread log")()
+    addon("run.streams").lose_unread_log()
     stop = StopRequest()
     stop.listen()
     if supervision.launch_id() is not None:
-        part("die with agent")()
+        addon("deploy.processes").die_with_agent()
 
     from pipeline.operate import launch
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, nearest
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_YAML_BYTES = 1 << 16
@@ -45,10 +45,10 @@ def load(recipe: str, overrides: list[str]) -> Config:
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
             _set_earlier_defaults(tree, stated | _keys(parse_yaml(saved, "")))
             config = _validate(tree)
-    config._changes = part("changes to recipe")(config, overrides)
-    part("trust")(config.model.arch)
+    config._changes = addon("ops.fixed_keys").changes_to_recipe(config, overrides)
+    addon("models.trust").trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
-        part("check tracking URI")("track.uri", config.track.uri)
+        addon("mlflow.uri").check_tracking_uri("track.uri", config.track.uri)
     return config
 
 
@@ -70,7 +70,7 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     _apply(tree, overrides or [])
     config = _validate(tree)
     if any(word.startswith("model.arch=") for word in overrides or []):
-        part("trust")(config.model.arch)
+        addon("models.trust").trust(config.model.arch)
     return config
 
 
@@ -183,11 +183,11 @@ def _validate(tree: dict[str, Any]) -> Config:
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        problem, remedy = part("explain key")(errors[0])
+        problem, remedy = addon("ops.keys").explain(errors[0])
         raise RequestError(problem + more, remedy) from None
-    part("check combinations")(config)
+    addon("ops.conflicts").check_combinations(config)
     return config
 
 
 def _show(value: object) -> str:
-    return str(part("show")(value))
+    return str(addon("ops.credentials").show(value))

@@ -31,7 +31,7 @@ from pipeline.config.values import (
     read_as,
     split_range,
 )
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 
 class Section(BaseModel):
@@ -314,7 +314,7 @@ class Track(Section):
     uri: Annotated[
         Text,
         AfterValidator(expand_home),
-        PlainSerializer(lambda uri: part("without password")(uri)),
+        PlainSerializer(lambda uri: addon("ops.credentials").without_password(uri)),
         read_as("none", "none"),
         read_as("auto", *UNSET),
     ] = "auto"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from pipeline.config.duration import Duration
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 T = TypeVar("T")
 UNSET = ("auto", "null", "~", "")
@@ -86,7 +86,7 @@ Place = Annotated[Text, AfterValidator(_normalise_path)]
 
 Arguments = Annotated[
     dict[str, Argument | list[Argument]],
-    BeforeValidator(lambda given: part("parse arguments")(given)),
+    BeforeValidator(lambda given: addon("models.arguments").parse_arguments(given)),
     WithJsonSchema(
         {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
     ),
@@ -104,7 +104,7 @@ _MODEL_NAME = (
 ModelName = Annotated[
     str,
     _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"),
-    AfterValidator(lambda name: part("check model name")(name)),
+    AfterValidator(lambda name: addon("mlflow.uri").check_model_name(name)),
 ]
 ExperimentName = Annotated[Text, _allowed("up to 500 characters", max_length=500)]
 RunName = Annotated[str, _allowed("a name of letters, digits, blanks and _ . -", pattern=r"^[\w. -]+$")]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.data.interface import Options, Picture
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10
@@ -48,7 +48,8 @@ def augment(picture: Picture, options: Options, size: int, seed: int, key: Sampl
     if options.policy != "none":
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
             torch.default_generator.manual_seed(derive(seed, "policy", *_address(key)))
-            for transform in part("augmentation policy")(options.policy, options.magnitude, options.erase):
+            policies = addon("datasets.policies")
+            for transform in policies.transforms_of(options.policy, options.magnitude, options.erase):
                 crop = transform(crop)
     elif options.erase:
         top, left, height, width = draw_erasing(size, options, seed, key)

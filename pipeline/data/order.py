@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.plan import Plan
 from pipeline.randomness import derive, generator
 
@@ -38,7 +38,7 @@ class Order:
         """The images of each class, with `data.balance`."""
         if plan.balance != "none":
             assert labels is not None
-            self._classes = part("classes to draw from")(labels, plan)
+            self._classes = addon("datasets.balance").Classes(labels, plan)
 
     def draws(self, step: int) -> tuple[Ids, Ids]:
         """Return ids and views of the update after `step` updates, [global_batch] int64 each."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, one_line
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 _NOT_AN_ARGUMENT = (
     "num_classes", "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
@@ -28,12 +28,12 @@ def build(options: Model, num_classes: int) -> nn.Module:
     """
     arch, args = options.arch, options.args
     if options.is_function:
-        builder = part("function")(arch)
+        builder = addon("models.functions").own_builder(arch)
     else:
         if refused := [name for name in args if name in _NOT_AN_ARGUMENT]:
             remedy = "weights come from model.init, classes from the data"
             raise RequestError(f"model.args.{refused[0]} cannot be set", remedy)
-        builder = part("timm")(arch) if arch.startswith("timm/") else _torchvision_builder(arch)
+        builder = _builder(arch)
     try:
         model = builder(num_classes=num_classes, **args)
     except RequestError:
@@ -53,10 +53,12 @@ def build(options: Model, num_classes: int) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
 
 
-def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
-    zoo = part("zoo")
+def _builder(arch: str) -> Callable[..., nn.Module]:
+    if arch.startswith("timm/"):
+        return addon("models.functions").timm_builder(arch)  # type: ignore[no-any-return]
+    zoo = addon("models.zoo").MODELS
     names = [*torchvision.models.list_models(module=torchvision.models), *zoo]
     if arch not in names:
-        raise part("no such model")(arch, names)
+        raise addon("models.functions").no_such_model(arch, names)
     builder = zoo.get(arch) or partial(torchvision.models.get_model, arch, weights=None)
     return partial(builder, **_OPTIONS.get(arch, {}))

@@ -12,7 +12,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import RunError, TemporaryError
 from pipeline.guards.signals import StopRequest
 from pipeline.launcher import this_world
-from pipeline.lazy import freeze_imports, part
+from pipeline.lazy import addon, freeze_imports
 from pipeline.operate import early_stop, request
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
@@ -27,21 +27,22 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     folder = RunFolder(config.run_dir)
     mirror: Any = None
     if here.is_main and config.checkpoint.mirror:
-        mirror = early_stop.run(stop, partial(part("mirror"), config, folder))
+        mirror = early_stop.run(stop, partial(addon("store.mirror").open_mirror, config, folder))
         config = load(recipe, overrides)  # the run that it restored may be of an earlier version
     checked: request.Checked | None = None
     try:
-        part("set what portable runs need")(config, here)
+        addon("run.portable").prepare(config, here)
         if here.is_main:
-            checked = request.check(part("config after restart")(config), here, folder)
+            checked = request.check(addon("deploy.restart").config_after_restart(config), here, folder)
             if not mirror:  # which holds the folder
                 folder.hold()
         elif here.local_rank == 0 and config.data.source == "digits":
-            part("open source")(config)  # makes the digits on each machine, unless they share a disk
+            # makes the digits on each machine, unless they share a disk
+            addon("datasets.sources").open_source(config)
         with freeze_imports():
             from pipeline.operate.start import run_rank
 
-            part("picture")  # before loader workers are forked, and the receipt names the decoder
+            addon("datasets.images")  # before loader workers are forked, and the receipt names the decoder
         return run_rank(config, here, folder, stop, checked, mirror)
     except RunError:
         if mirror and checked:  # it is still open after an error before the first step
@@ -62,7 +63,7 @@ def _start_processes(config: Config, world: World, command: list[str], stop: Sto
     start = last_event(folder.journal, "started")
     try:
         advice = f"{config.same_command} resumes the run"
-        return int(part("start processes")(world.size, command, stop, advice))
+        return int(addon("deploy.processes").start_processes(world.size, command, stop, advice))
     except early_stop.EarlyStopError:
         if last_event(folder.journal, "started") == start:
             raise

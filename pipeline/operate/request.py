@@ -17,7 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import NotFiniteError, RequestError, RunError, StorageError, TemporaryError
 from pipeline.files import parse_json
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.operate.torch_settings import FIXED_ORDER_ALGORITHM
 from pipeline.plan import Plan
 from pipeline.planning import make_plan, request_digest
@@ -40,7 +40,7 @@ def check(config: Config, here: World, folder: RunFolder) -> Checked:
     check_run_folder_is_writable(config, folder)
     check_previous_start_did_not_fail(config, here, folder)
     check_device(config, here)
-    source: Source = part("open data")(config, folder)
+    source: Source = addon("datasets.place").open_data(config, folder)
     plan = make_plan(config, here, source.size)
     check_config_is_compatible(config, folder)
     return Checked(config, source, plan)
@@ -49,12 +49,13 @@ def check(config: Config, here: World, folder: RunFolder) -> Checked:
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     check_writable(folder)
-    is_data = os.path.realpath(part("data root")(config)) == os.path.realpath(config.run_dir)
+    root = addon("datasets.sources").data_root(config)
+    is_data = os.path.realpath(root) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
         raise RequestError(f"run.dir={config.run_dir} is data.root, too", "give another folder")
-    uri = part("tracking uri")(config, folder)
+    uri = addon("mlflow.uri").tracking_uri(config, folder)
     if config.track.required:
-        part("check tracker's database")(uri)
+        addon("mlflow.tracker").check_database_is_writable(uri)
     return f"{folder.path} can be written"
 
 
@@ -128,7 +129,7 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     if folder.has_checkpoints() and config.run.resume == "auto":
         before = previous_config(folder)
         if before:  # otherwise `operate.resume.find` compares with the configuration in the checkpoint
-            part("refuse changes")(before, config)
+            addon("ops.fixed_keys").refuse_changes(before, config)
 
 
 def previous_config(folder: RunFolder) -> Config | None:

@@ -15,7 +15,7 @@ from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.group import Group
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.record.checkpoint_contents import decode, decode_state
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import newest_verified, read_verified
@@ -78,14 +78,16 @@ def find(
         return None
     path, data = verified
     contents = decode_state(data, path)  # weights_only: a file never executes
-    part("refuse changes")(from_yaml(contents["config"], "the checkpoint's configuration"), config)
+    before = from_yaml(contents["config"], "the checkpoint's configuration")
+    addon("ops.fixed_keys").refuse_changes(before, config)
     if contents["data"] != source.digest:
-        changed = part("data change")(config, source, contents["data"], config.run_dir / "index")
+        cache = config.run_dir / "index"
+        changed = addon("ops.changes").describe_data_change(config, source, contents["data"], cache)
         raise RequestError(
             f"the data is not that of the checkpoint at step {contents['step']}: {changed}",
             f"restore it, give the folder that holds it with data.root=FOLDER, or {config.start_again}",
         )
-    part("refuse another model")(contents, config, path)
+    addon("ops.changes").refuse_another_model(contents, config, path)
     return VerifiedCheckpoint(path, data, contents)
 
 

@@ -21,7 +21,7 @@ from pipeline.errors import RequestError, RunError
 from pipeline.group import JOIN_ADVICE, Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.operate import resume
 from pipeline.operate.early_stop import exit_on_signal, raise_on_signal
 from pipeline.operate.request import Checked
@@ -123,19 +123,20 @@ class Rank:
             with raise_on_signal(self._stop):
                 choose_device(config, self._world)
                 found = find(config, folder, checked.source, terminal.log)
-                weights = part("check model")(config, checked.plan, self._world, is_resumed=bool(found))
+                check = addon("ops.model").check_model_builds
+                weights = check(config, checked.plan, self._world, is_resumed=bool(found))
         except BaseException:
             if mirror:
                 mirror.close()
             raise
-        terminal.show(f"{config.recipe} in {folder.path}\n{part('plan table')(checked.plan)}")
+        terminal.show(f"{config.recipe} in {folder.path}\n{addon('ops.plan_table').table(checked.plan)}")
         return found, weights
 
 
 def join(config: Config, world: World) -> Group:
     """Configure torch, choose the device and join the process group."""
-    if part("portability")(config, world)[0]:
-        part("exact roots")()
+    if addon("run.portable").portability(config, world)[0]:
+        addon("run.portable").use_exact_roots()
     configure_torch(
         deterministic=config.is_deterministic_on("cuda" if world.uses_gpu(config.run.device) else "cpu"),
         # NCCL's order is fixed for run.deterministic alone: sums of integers need none
@@ -172,7 +173,8 @@ def form_group(config: Config, world: World, device: torch.device) -> Group:
 
 def check_same_request(config: Config, group: Group) -> None:
     """Raise RequestError, in all processes, if one has another request than rank 0."""
-    requests = group.all_gather({key: str(value) for key, value in part("training keys")(config).items()})
+    keys = addon("ops.fixed_keys").training_keys(config)
+    requests = group.all_gather({key: str(value) for key, value in keys.items()})
     for rank, request in enumerate(requests):
         stated = [f"{key}={value}" for key, value in requests[0].items() if request.get(key) != value]
         if stated:
@@ -186,9 +188,9 @@ def check_same_request(config: Config, group: Group) -> None:
 def broadcast_source(config: Config, group: Group, source: Source | None) -> Source:
     """Return a source with rank 0's index, in every process: file systems may list differently."""
     if config.data.source == "synthetic":
-        return source or part("open source")(config)
+        return source or addon("datasets.sources").open_source(config)
     data = group.broadcast_bytes(source.index.to_bytes() if source and source.index else None)
-    return source or part("received source")(config, data)
+    return source or addon("datasets.sources").received_source(config, data)
 
 
 def agree_on_plan(config: Config, group: Group, source: Source) -> Plan:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Config
 from pipeline.group import Group
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.plan import Plan
@@ -107,9 +107,10 @@ class Strategy:
 
     def _compiled(self, module: nn.Module, plan: Plan) -> Callable[[Tensor], Tensor]:
         """Return `module`, compiled if the plan says so, at its first call with each image size."""
-        return (
-            part("compiled model")(module, self._options, plan, self.group.world) if plan.compiles else module
-        )
+        if not plan.compiles:
+            return module
+        compiled_model = addon("models.compilation").compiled_model
+        return compiled_model(module, self._options, plan, self.group.world)  # type: ignore[no-any-return]
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

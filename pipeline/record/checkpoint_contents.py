@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import StorageError, one_line
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.record.checkpoint_files import FORMAT, read_verified
 
 _MODEL_PARTS = {"model": dict, "average": dict | None, "config": str, "classes": list}
@@ -24,7 +24,7 @@ def decode(data: bytes, origin: Path | str, parts: dict[str, Any] | None = None)
     Raises StorageError for any other format, or if one of `parts` (kind by name) is missing.
     """
     try:
-        part("check archive")(data)
+        addon("models.archive").check_archive(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {one_line(error)}") from None

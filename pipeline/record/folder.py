@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, StorageError, storage_outage
 from pipeline.files import FULL, replacing, write_synced
-from pipeline.lazy import part
+from pipeline.lazy import addon
 
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
@@ -37,7 +37,7 @@ class RunFolder:
         self.sync_log = path / "sync.log"
         self.mirror = path / "mirror.json"
         """Identifies this folder to the lease of its mirror."""
-        lock, sending = part("lock"), path / "mlflow.lock"
+        lock, sending = addon("deploy.takeover").Lock, path / "mlflow.lock"
         self.lock = lock(path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir")
         self.sender_lock = lock(sending, str(sending), "it sends the whole journal to MLflow, wait for it")
         self._is_new = False
@@ -67,7 +67,7 @@ class RunFolder:
         try:
             is_new = not self.path.exists()
             if self.lock.take(_LOCK_PATIENCE_S):
-                part("part from former holder")(self)
+                addon("deploy.takeover").part_from_former_holder(self)
             self._is_new = is_new
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:

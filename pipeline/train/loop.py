@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pipeline.data.batch import Batch
 from pipeline.errors import BadImage, NotFiniteError, RunError, StorageError, TemporaryError
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
@@ -32,10 +32,10 @@ class Trainer:
         self.job, self.process, self.state, self.records = job, process, state, records
         config, plan, strategy = job.config, job.plan, state.strategy
         self.step = Step(config, plan, state, process.timer)
-        self.metrics = part("metrics")(job, process, strategy)
-        self.divergence = part("divergence watch")(strategy, plan)
+        self.metrics = addon("run.metrics").Metrics(job, process, strategy)
+        self.divergence = addon("run.divergence").DivergenceWatch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
-        self.evaluator = part("evaluator")(
+        self.evaluator = addon("models.evaluator").Evaluator(
             state.eval_model, job.source.val, config, plan, process.group, predict
         )
 
@@ -139,7 +139,8 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
             return None
         is_best = state.add_evaluation(result.evaluation)
     with process.timer.charge("tracking"):
-        row = part("receipt row")(state)  # in all processes: a sharded model is gathered for its digest
+        # in all processes: a sharded model is gathered for its digest
+        row = addon("run.receipt").receipt_row(state)
         result = replace(result, row=row, is_best=is_best)
         for listener in trainer.records.listeners:
             listener.evaluated(result)

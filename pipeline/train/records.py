@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RunError
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.failure import clear_failure
 from pipeline.train.job import Job, Process
@@ -40,7 +40,7 @@ def open_records(
     resumed_from: the checkpoint. mirror: that of rank 0, which holds its lease.
     """
     group, config, folder = process.group, job.config, job.folder
-    evaluated = part("receipt row")(state) if state.is_evaluated else None
+    evaluated = addon("run.receipt").receipt_row(state) if state.is_evaluated else None
     records = Records()
     error: RunError | None = None
     if group.is_main:
@@ -52,7 +52,8 @@ def open_records(
             clear_failure(folder.path)
             folder.write(folder.config, config.to_yaml().encode())
             folder.write(folder.plan, json.dumps(job.plan.to_dict(), indent=1).encode())
-            start = Start(state.step, resumed_from, part("facts")(job, resumed_from, group.device), evaluated)
+            facts = addon("run.provenance").facts(job, resumed_from, group.device)
+            start = Start(state.step, resumed_from, facts, evaluated)
             records = _list_records(job, process, start, mirror)
             for listener in records.listeners:
                 listener.started(start)
@@ -69,17 +70,17 @@ def open_records(
 def _list_records(job: Job, process: Process, start: Start, mirror: Any) -> Records:
     """Return the records of rank 0, whose folder is prepared."""
     config, folder, log = job.config, job.folder, process.terminal.log
-    tracker = part("tracker")(job, log) if config.track.uri != "none" else None
+    tracker = addon("mlflow.sender").ToMLflow(job, log) if config.track.uri != "none" else None
     listeners: list[Listener | None] = [
-        part("journal")(job, start, mirror, log),
-        part("receipt")(folder, log),
-        part("trace")(folder, start.step) if config.run.trace else None,
-        part("report")(job, start.step, log) if config.track.report else None,
+        addon("run.journal").ToJournal(job, start, mirror, log),
+        addon("run.receipt").ToReceipt(folder, log),
+        addon("run.trace").ToTrace(folder, start.step) if config.run.trace else None,
+        addon("report.samples").ToReport(job, start.step, log) if config.track.report else None,
         tracker,
         mirror,
-        part("profiler")(job, log) if config.profile.steps else None,
-        part("advice")(job.plan, log),
-        part("progress")(job, mirror, process.terminal),
+        addon("run.profiler").ToProfile(job, log) if config.profile.steps else None,
+        addon("run.timing").ToAdvice(job.plan, log),
+        addon("run.progress").ToTerminal(job, mirror, process.terminal),
     ]
     told = [listener for listener in listeners if listener]
 

@@ -23,7 +23,7 @@ from pipeline.data.transfer import to_device
 from pipeline.errors import RunError, TemporaryError
 from pipeline.group import is_peer_failure
 from pipeline.guards.nonfinite import make_loss_guard
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
 from pipeline.model.weights import load_weights
@@ -79,17 +79,17 @@ def build_state(
     randomness.seed_network(config.run.seed, "weights")
     model = build(config.model, plan.num_classes).to(group.device)
     if config.model.init and not is_resumed:
-        part("load first weights")(model, weights, config.model, group, log)
+        addon("models.pretrained").load_pretrained(model, weights, config.model, group, log)
     if config.model.freeze:
-        log(part("freeze")(model, config.model.freeze))
+        log(addon("models.pretrained").freeze(model, config.model.freeze))
     if group.device.type == "cuda" and config.parallel == "ddp":
         watchdog.beat()
-        plan = part("fit passes")(config, plan, group, model, log)
+        plan = addon("models.memory").fit_passes(config, plan, group, model, log)
     normalise = Normalise(group.device, channels_last=config.model.channels_last)
     if plan.compiles and config.train.compile == "auto":
         eager = Strategy(config, replace(plan, compiles=False), model, group)
         run_pass = partial(warm_up, eager, normalise, process.timer, plan)
-        plan = part("compile if it repays")(plan, group, model, run_pass, log)
+        plan = addon("models.compilation").compile_if_it_repays(plan, group, model, run_pass, log)
     strategy = choose_strategy(config, plan, model, group)
     if group.size > 1 and strategy.is_replicated:
         strategy.on_gradients_computed(partial(process.timer.switch_to, "communication"))
@@ -102,7 +102,8 @@ def build_state(
                 log("compiling, which takes a minute or so ...")
                 # a process that cannot compile would leave the others waiting for its gradients
                 run_pass = partial(warm_up, strategy, normalise, process.timer, plan, is_synced=False)
-                group.raise_together(part("compile")(config.model.arch, run_pass, process.stop))
+                compile_model = addon("models.compilation").compile_model
+                group.raise_together(compile_model(config.model.arch, run_pass, process.stop))
             warm_up(strategy, normalise, process.timer, plan)
         load_weights(model, before)
     return replace(job, plan=plan), state
@@ -126,7 +127,7 @@ def train_to_end(trainer: Trainer) -> Evaluation:
             process.watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
             resident = None
             if not plan.not_resident:  # workers then send only what they drew; the device makes the pixels
-                load = part("resident images")
+                load = addon("datasets.resident_images").load_images
                 resident = load(data, config, group.device, log, process.asked_to_stop)
             maker = resident.draws if resident else data
             with closing(batches(maker, positions, plan, pin=group.device.type == "cuda")) as loaded:
@@ -143,7 +144,8 @@ def train_to_end(trainer: Trainer) -> Evaluation:
         raise
     except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
         is_start = state.step < first_step + _FIRST_STEPS
-        shortage = part("explain shortage")(error, config, plan, first_step) if is_start else None
+        explain = addon("models.memory").explain_shortage
+        shortage = explain(error, config, plan, first_step) if is_start else None
         if shortage:
             job.folder.check_ours()
             save_failure(job.folder.path, shortage, job.request)
@@ -153,7 +155,8 @@ def train_to_end(trainer: Trainer) -> Evaluation:
 def finish(trainer: Trainer, evaluation: Evaluation) -> str:
     """Record the end and let the other processes go. Return the result line."""
     job, state, group, terminal = trainer.job, trainer.state, trainer.process.group, trainer.process.terminal
-    line = evaluation.done_line(job.plan.epoch_at(state.step), part("receipt row")(state)["weights"])
+    weights = addon("run.receipt").receipt_row(state)["weights"]
+    line = evaluation.done_line(job.plan.epoch_at(state.step), weights)
     trainer.process.watchdog.stop()
     end = _end(trainer, "FINISHED", line)
     try:
@@ -178,7 +181,7 @@ def _is_finished(job: Job, process: Process, state: TrainState) -> bool:
         return False
     log(f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}")
     if group.is_main:  # the earlier start may have been killed before it wrote the receipt
-        part("receipt")(folder, log).write()
+        addon("run.receipt").ToReceipt(folder, log).write()
     return True
 
 

@@ -70,7 +70,7 @@ class _Loader(NoAliases, yaml.SafeLoader):
 def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
     """Return the configuration and the classes that its MLmodel states, and the weights of that."""
     from pipeline.addons.mlflow.exported_program import read_weights
-    from pipeline.addons.ops.model import meta_model
+    from pipeline.addons.models.functions import meta_model
 
     text = _download(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, scratch).read_text(encoding="utf-8")
     try:

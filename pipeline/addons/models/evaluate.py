@@ -16,7 +16,7 @@ from pipeline.config.load import MAX_YAML_BYTES, from_yaml, read_limited
 from pipeline.errors import RequestError
 from pipeline.guards.signals import StopRequest
 from pipeline.launcher import this_world
-from pipeline.lazy import freeze_imports, part
+from pipeline.lazy import addon, freeze_imports
 from pipeline.planning import divide_resources
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import make_terminal
@@ -44,7 +44,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         from pipeline.operate.start import broadcast_source, join
         from pipeline.record import checkpoint_contents, checkpoint_files
 
-        part("picture")  # before loader workers are forked
+        addon("datasets.images")  # before loader workers are forked
 
     path = checkpoint_files.find(Path(target))
     contents = checkpoint_contents.read_model(path)

@@ -11,11 +11,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torch
 import torchvision
 from torch import nn
 
 from pipeline.addons.models.trust import check_is_trusted
+from pipeline.config.sections import Model
 from pipeline.errors import RequestError, nearest, one_line
+from pipeline.model.architectures import build
 
 
 def timm_builder(arch: str) -> Callable[..., nn.Module]:
@@ -63,3 +66,12 @@ def no_such_model(arch: str, names: list[str]) -> RequestError:
     problem = f"model.arch={arch} is not a classification model of torchvision {torchvision.__version__}"
     close = nearest(arch, names, 0.7)
     return RequestError(problem + close, "" if close else f"the models are {', '.join(names)}")
+
+
+def meta_model(options: Model, num_classes: int) -> nn.Module:
+    """Return the model on the meta device: shapes without values."""
+    try:
+        with torch.device("meta"):
+            return build(options, num_classes)
+    except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
+        return build(options, num_classes).to("meta")

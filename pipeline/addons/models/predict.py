@@ -31,7 +31,7 @@ from pipeline.config.load import from_yaml
 from pipeline.data.loader import batches
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, StorageError
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.planning import divide_resources
 from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.terminal import Terminal
@@ -90,7 +90,7 @@ def _classify(
     model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name) for name in contents["classes"]]
-    part("picture")  # before loader workers are forked
+    addon("datasets.images")  # before loader workers are forked
     data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)
     resources = divide_resources(config, here)
     # a single batch needs no worker: making it in this process is faster

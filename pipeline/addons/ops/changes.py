@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline.addons.datasets.folders import changes
 from pipeline.addons.datasets.manifest import find_cached_index
 from pipeline.addons.datasets.sources import data_root
-from pipeline.addons.ops.model import meta_model
+from pipeline.addons.models.functions import meta_model
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first

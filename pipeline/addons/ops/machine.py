@@ -70,7 +70,7 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
 
 def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     """Check that the disk holds the checkpoints to keep, the best one and the one being written."""
-    from pipeline.addons.ops.model import meta_model
+    from pipeline.addons.models.functions import meta_model
 
     copies = 1 + config.optimizer.moments + (1 if config.train.ema is not None else 0)
     model = meta_model(config.model, plan.num_classes)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.addons.models import pretrained
+from pipeline.addons.models.functions import meta_model
 from pipeline.addons.models.timm_optimizers import check_optimizer_exists
 from pipeline.addons.shard.fsdp import check_can_shard
 from pipeline.addons.shard.partition import split_into_stages
@@ -150,12 +151,3 @@ def _check_weights_have_gradients(arch: str, model: nn.Module, logits: Tensor) -
             "remove the unused layers, set requires_grad=False on their weights, or"
             " train with run.exact=true",
         )
-
-
-def meta_model(options: Model, num_classes: int) -> nn.Module:
-    """Return the model on the meta device: shapes without values."""
-    try:
-        with torch.device("meta"):
-            return build(options, num_classes)
-    except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
-        return build(options, num_classes).to("meta")

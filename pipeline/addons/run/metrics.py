@@ -14,7 +14,7 @@ import torch
 
 from pipeline.addons.run.mfu import MfuMeter
 from pipeline.addons.run.stragglers import StragglerWatch
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.parallel.strategy import Strategy
 from pipeline.timing import ENTRIES
 from pipeline.train.evaluation import LOSS_UNIT
@@ -28,7 +28,7 @@ class Metrics:
     def __init__(self, job: Job, process: Process, strategy: Strategy) -> None:
         self._plan, self._group, self._timer = job.plan, process.group, process.timer
         self._mfu = MfuMeter(job.config, job.plan, process.group)
-        self._pop_failed_reads = part("failed reads") if job.config.is_in_store else list
+        self._pop_failed_reads = addon("store.ranges").pop_failures if job.config.is_in_store else list
         self._has_new_steps = False
         self._timer.pop()  # the time before this is not training
         self._stragglers = StragglerWatch(strategy, process.timer, process.terminal.log)

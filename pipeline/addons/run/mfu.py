@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.addons.ops.model import meta_model
+from pipeline.addons.models.functions import meta_model
 from pipeline.config.schema import Config
 from pipeline.config.sections import Model
 from pipeline.group import Group

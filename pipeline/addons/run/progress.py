@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.addons.ops.credentials import without_password
 from pipeline.addons.run.journal import checkpoint_of_step
 from pipeline.errors import BadImage
-from pipeline.lazy import part
+from pipeline.lazy import addon
 from pipeline.record.terminal import Terminal
 from pipeline.supervision import process_stat
 from pipeline.train.evaluation import Evaluation
@@ -99,7 +99,7 @@ def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
         rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}: {file}"
     if config.track.report:
         rows["report"] = str(folder.report / "index.html")
-    uri = part("tracking uri")(config, folder)
+    uri = addon("mlflow.uri").tracking_uri(config, folder)
     rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
     if mirror:
         rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"
