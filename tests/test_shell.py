@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from harness import SMALL, Job, environment, read_rows
 
-from pipeline.addons.models.best import best_checkpoint
 from pipeline.addons.ops.keys import all_keys
-from pipeline.addons.run.receipt import rank
+from pipeline.addons.run.receipt import best_checkpoint, rank
 from pipeline.cli.arguments import Parser
 from pipeline.cli.main import main, make_parser
 from pipeline.config.load import recipe_names

@@ -86,7 +86,7 @@ Place = Annotated[Text, AfterValidator(_normalise_path)]
 
 Arguments = Annotated[
     dict[str, Argument | list[Argument]],
-    BeforeValidator(lambda given: addon("models.arguments").parse_arguments(given)),
+    BeforeValidator(lambda given: addon("ops.keys").parse_arguments(given)),
     WithJsonSchema(
         {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
     ),

@@ -23,7 +23,6 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -129,25 +128,19 @@ def _tell(pipe: Connection, message: bytes) -> None:
         pipe.send_bytes(message)
 
 
-class _Place(NamedTuple):
-    number: int
-    mapping: mmap.mmap
-    file: int
-    """If the process that trains does not know it yet, else -1."""
-
-
 class _Memory:
     """The memory of a worker for the images of its batches."""
 
     def __init__(self) -> None:
+        self.mappings: list[mmap.mmap] = []
         self.free: list[int] = []
-        """Numbers of what may be used again."""
-        self._mappings: list[mmap.mmap] = []
+        """Numbers of those that may be used again."""
 
-    def take(self, num_bytes: int) -> _Place:
-        number = self.free.pop() if self.free else len(self._mappings)
-        if number < len(self._mappings) and len(self._mappings[number]) >= num_bytes:
-            return _Place(number, self._mappings[number], -1)
+    def take(self, num_bytes: int) -> tuple[int, int]:
+        """Return the number of a mapping, and its file if it is new, else -1."""
+        number = self.free.pop() if self.free else len(self.mappings)
+        if number < len(self.mappings) and len(self.mappings[number]) >= num_bytes:
+            return number, -1
         file = os.memfd_create("batch")
         try:
             os.posix_fallocate(file, 0, num_bytes)  # else a full memory would be a bus error
@@ -156,8 +149,8 @@ class _Memory:
                 f"a loader worker has no memory for its batch: {error.strerror}", file=sys.stderr, flush=True
             )
             os._exit(CRASH)  # another process may make it
-        self._mappings[number : number + 1] = [mmap.mmap(file, num_bytes)]
-        return _Place(number, self._mappings[number], file)
+        self.mappings[number : number + 1] = [mmap.mmap(file, num_bytes)]
+        return number, file
 
 
 def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connection, parent: int) -> None:
@@ -186,29 +179,29 @@ def _send(
     pipe: Connection, make: MakeBatch, memory: _Memory, position: int, following: Sequence[int]
 ) -> None:
     """Make a batch and send it, or the traceback of what was raised. Raises OSError."""
-    place: _Place | None = None
+    number, file = -1, -1
 
     def allocate(count: int, size: int) -> Tensor:
-        nonlocal place
-        place = memory.take(count * size * size * 3)
-        return _images(place.mapping, (count, size, size, 3))
+        nonlocal number, file
+        number, file = memory.take(count * size * size * 3)
+        return _images(memory.mappings[number], (count, size, size, 3))
 
     try:
         fields = make(position, following, allocate)._asdict()
         shape: tuple[int, ...] = ()
-        if place:  # else there are no pixels, see `Batch.images`
+        if number >= 0:  # else there are no pixels, see `Batch.images`
             shape = tuple(fields.pop("images").permute(0, 2, 3, 1).shape)  # as they are in memory
         arrays = {
             name: field.numpy() if isinstance(field, Tensor) else field for name, field in fields.items()
         }
     except BaseException:
         # as text: an exception of any type could fail to be pickled, or look like a lost pipe
-        pipe.send((traceback.format_exc(), (), 0, False))
+        pipe.send((traceback.format_exc(), (), -1, False))
         return
-    pipe.send((arrays, shape, place.number if place else 0, bool(place and place.file >= 0)))
-    if place and place.file >= 0:
-        send_handle(pipe, place.file, 0)
-        os.close(place.file)  # the kernel keeps the memory as long as a process has it mapped
+    pipe.send((arrays, shape, number, file >= 0))
+    if file >= 0:
+        send_handle(pipe, file, 0)
+        os.close(file)  # the kernel keeps the memory as long as a process has it mapped
 
 
 def allocate(count: int, size: int) -> Tensor:

@@ -129,7 +129,8 @@ class Rank:
             if mirror:
                 mirror.close()
             raise
-        terminal.show(f"{config.recipe} in {folder.path}\n{addon('ops.plan_table').table(checked.plan)}")
+        table = addon("ops.plan_table").table(checked.plan)
+        terminal.show(f"{config.recipe} in {folder.path}\n{table}")
         return found, weights
 
 

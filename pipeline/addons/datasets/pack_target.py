@@ -14,7 +14,7 @@ from io import BufferedRandom
 from pathlib import Path
 
 from pipeline.addons.datasets.pack import REQUEST
-from pipeline.addons.deploy.file_lock import has_name, lock
+from pipeline.addons.deploy.takeover import has_name, lock
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write, replacing, temporary_sibling

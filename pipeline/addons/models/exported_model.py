@@ -7,8 +7,6 @@ from pipeline.model.normalise import MEAN, STD
 
 
 class ExportedModel(nn.Module):
-    """The model for export, with normalisation and softmax."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

@@ -1,5 +1,6 @@
 """The help text of the configuration's keys, and the error lines for invalid keys and values."""
 
+import re
 import sys
 import textwrap
 from functools import cache
@@ -8,6 +9,7 @@ from typing import Any
 from pipeline.addons.ops.credentials import show
 from pipeline.config.schema import Config
 from pipeline.config.sections import Section
+from pipeline.config.values import Argument
 from pipeline.errors import nearest
 
 
@@ -99,3 +101,30 @@ def _allowed(schema: dict[str, Any]) -> str:
 def _number(value: float) -> str:
     """Return a number in decimal, or a seed's maximum as a power of two."""
     return "2^63−1" if value == 2**63 - 1 else f"{value:.16g}"
+
+
+def parse_arguments(value: object) -> dict[str, Any]:
+    """Return keyword arguments with typed values; raise ValueError for anything else."""
+    if not isinstance(value, dict) or not all(str(name).isidentifier() for name in value):
+        raise ValueError("not keyword arguments")
+    return {
+        name: [_parse_argument(item) for item in given] if isinstance(given, list) else _parse_argument(given)
+        for name, given in value.items()
+    }
+
+
+def _parse_argument(value: object) -> Argument:
+    """Return the value that a word means: a number, true, false, none, or itself."""
+    if value is None or isinstance(value, int | float):
+        return value
+    words = {"true": True, "false": False, "none": None, "null": None, "~": None}
+    if not isinstance(value, str) or not (0 < len(value) <= 200 and value.isprintable()):
+        raise ValueError("not a number or a word")
+    if value.lower() in words:
+        return words[value.lower()]
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value, re.ASCII | re.IGNORECASE):
+        return value
+    number = float(value) if re.search("[.eE]", value) else int(value)
+    if abs(number) >= 1 << 20:
+        raise ValueError("too large")
+    return number
