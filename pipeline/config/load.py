@@ -173,7 +173,6 @@ def _keys(tree: dict[str, Any]) -> set[str]:
 
 
 def _set_earlier_defaults(tree: dict[str, Any], stated: set[str]) -> None:
-    """Set in `tree` what a run of an earlier version did, but for the keys `stated`."""
     _apply(tree, [f"{key}={value}" for key, value in _BEFORE_0_3.items() if key not in stated])
 
 

@@ -94,7 +94,6 @@ Arguments = Annotated[
 
 
 def _allowed(words: str, **bounds: Any) -> Any:
-    """Return the bounds of a field that error messages describe in words."""
     return Field(**bounds, json_schema_extra={"allowed": words})
 
 

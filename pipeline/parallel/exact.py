@@ -159,7 +159,6 @@ class ExactStrategy(Strategy):
                 buffer.copy_(statistic)
 
     def _mean(self, units: Tensor, bits: int) -> Tensor:
-        """Return a sum over all shards as a float64 mean."""
         return units.double().div_(self._shards * 2.0**bits)
 
 

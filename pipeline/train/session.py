@@ -220,7 +220,6 @@ def _leave(trainer: Trainer, error: RunError) -> None:
 
 
 def _record_hang(trainer: Trainer, error: RunError) -> None:
-    """Tell the launcher and the journal that this process exits. A peer may have failed first."""
     report_to_agent(str(error), is_secondary=True)
     kill_frozen_peers(trainer.process.group.local_peer_pids)
     _record_failure(trainer, error)

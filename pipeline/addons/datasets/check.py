@@ -229,7 +229,6 @@ def _check_pack(root: Path) -> Findings:
 
 
 def _sha256(data: bytes | np.ndarray[Any, Any]) -> bytes:
-    """Return the SHA-256 of a file, or of decoded pixels with their size."""
     if isinstance(data, bytes):
         return hashlib.sha256(data).digest()
     return hashlib.sha256(f"{data.shape}".encode() + data.tobytes()).digest()

@@ -145,7 +145,6 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _place(text: str) -> Path | Store:
-    """Return the folder or the place in a bucket that an argument names."""
     if is_bucket(text):
         return Store(text)
     if "://" in text:

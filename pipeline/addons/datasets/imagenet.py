@@ -134,7 +134,6 @@ def _damaged(path: Path, why: object) -> RequestError:
 
 
 def _split(entries: list[tuple[str, int, int, int]]) -> Split:
-    """Return the split of (name, bytes, label, offset) entries, in any order."""
     entries.sort()
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
     split = Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries])

@@ -182,7 +182,6 @@ def _crop(pixels: Tensor, top: int, left: int, height: int, width: int) -> Tenso
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation; 1 if there is none, or if it is damaged."""
     with suppress(Exception):
         found = image.getexif().get(jpeg.ORIENTATION)
         return int(found) if found in _TURNS else 1
@@ -190,7 +189,6 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _turn(pixels: Tensor, orientation: int) -> Tensor:
-    """Return the pixels [3, H, W] of a stored image upright."""
     swaps, flips = _TURNS[orientation]
     pixels = pixels.transpose(1, 2) if swaps else pixels
     return pixels.flip(flips) if flips else pixels

@@ -111,7 +111,6 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def _exif(orientation: int) -> bytes:
-    """Return a segment of Exif data with one entry."""
     entry = struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0)  # tag, SHORT, one value
     return _segment(jpeg.APP1, b"Exif\0\0MM\0*" + struct.pack(">IH", 8, 1) + entry + bytes(4))
 

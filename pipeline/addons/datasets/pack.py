@@ -226,7 +226,6 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
 
 
 def _how_to_make(root: Path | Store) -> str:
-    """Return the advice for a place that holds no complete pack: a command that works there."""
     source, out = "SRC", shlex.quote(str(root))
     if isinstance(root, Path) and file_errors.is_non_empty_folder(root) and not (root / REQUEST).exists():
         source, out = out, shlex.quote(str(root.with_name(f"{root.name}-pack")))

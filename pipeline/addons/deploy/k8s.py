@@ -191,7 +191,6 @@ def _memory_of(request: RenderOptions) -> str:
 
 
 def _bytes(memory: str) -> int:
-    """Return the bytes of an amount such as 512Mi, 64Gi or 1Ti."""
     return int(memory[:-2]) << {"Mi": 20, "Gi": 30, "Ti": 40}[memory[-2:]]
 
 

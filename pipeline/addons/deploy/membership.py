@@ -124,10 +124,8 @@ class Membership:
         return tuple(sorted(preferred[:count], key=name))
 
     def _largest(self, count: int) -> int:
-        """Return the largest allowed number of nodes up to `count`, or 0."""
         return max((number for number in self._allowed if number <= count), default=0)
 
 
 def _natural(host: str) -> tuple[tuple[str, int], ...]:
-    """Return a key that sorts trainer-2 before trainer-10."""
     return tuple((text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", host))

@@ -193,7 +193,6 @@ class Lock:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write who holds the lock into its file."""
     name = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{name}\n".encode(), 0)

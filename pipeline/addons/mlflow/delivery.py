@@ -195,7 +195,6 @@ class Delivery:
         self._save_progress(run)
 
     def _add_due(self, *names: str) -> None:
-        """Have `send_part` send these parts, and those that failed."""
         self._due = dict.fromkeys((*self._due, *names))
 
     def _progress(self) -> dict[str, dict[str, Any]]:

@@ -59,7 +59,6 @@ def _add_best(parser: Parser) -> None:
 
 
 def _target_of(options: argparse.Namespace) -> str:
-    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
     from pipeline.addons.run.receipt import best_checkpoint
 
     return str(best_checkpoint(options.target) if options.best else options.target)

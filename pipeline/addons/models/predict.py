@@ -133,7 +133,6 @@ def _list_images(paths: list[str]) -> tuple[FolderImages, str]:
 
 
 def _read_model(target: str) -> dict[str, Any]:
-    """Return the contents of a checkpoint, or of a model in MLflow's registry."""
     if target.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 

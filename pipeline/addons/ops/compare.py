@@ -107,7 +107,6 @@ def _plan_differences(old: Run, new: Run, start: int, last_step: int) -> Iterato
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], names: list[str], where: str) -> Iterator[str]:
-    """Yield how the named fields differ, as phrases."""
     for name in names:
         if name not in before or name not in now or before[name] != now[name]:
             then, value = (one_line(fields.get(name, "missing"), 100) for fields in (before, now))

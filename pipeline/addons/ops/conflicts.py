@@ -8,7 +8,6 @@ from pipeline.errors import RequestError
 
 
 def _not_plain_ddp(config: Config) -> str:
-    """Return the setting by which this is not plain DDP, or ""."""
     if config.run.exact:
         return "run.exact=true"
     return "" if config.parallel == "ddp" else f"parallel={config.parallel}"

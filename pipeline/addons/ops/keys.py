@@ -99,7 +99,6 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a number in decimal, or a seed's maximum as a power of two."""
     return "2^63−1" if value == 2**63 - 1 else f"{value:.16g}"
 
 

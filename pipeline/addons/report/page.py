@@ -69,12 +69,10 @@ def render_page(folder: RunFolder) -> str:
 
 
 def _drawn(name: str) -> Callable[[RunFolder], str]:
-    """Return a function that returns the picture `name` of a report. It raises OSError."""
     return lambda folder: _data_uri((folder.report / f"{name}.png").read_bytes())
 
 
 def _confusions(folder: RunFolder) -> list[tuple[str, str, int]]:
-    """Return (true class, predicted class, images) of the most frequent confusions."""
     evaluation = evaluations.last_evaluation(folder.report)
     names = evaluation.classes
     pairs = evaluations.most_frequent_confusions(evaluation.predictions, _CONFUSIONS)
@@ -95,7 +93,6 @@ def _augmented(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _tile(pixels: NDArray[np.uint8], *captions: str) -> dict[str, Any]:
-    """Return a small image, [3, H, W], and its captions."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -123,7 +120,6 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
 
 
 def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
-    """Return the figures, the digest of the weights and its first digits, of each evaluation."""
     keys, rows = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece"), []
     for row in make_receipt(folder)["evaluations"]:
         numbers = ("–" if row.get(key) is None else f"{row[key]:.4f}" for key in keys)

@@ -81,7 +81,6 @@ class ToReport(Listener):
         self._keep(lambda: write_page(self._folder))
 
     def _draw(self) -> None:
-        """Draw the pictures of the report, in another process."""
         environment = {
             name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
         }
@@ -100,6 +99,5 @@ class ToReport(Listener):
 
 
 def _small(images: Tensor) -> Tensor:
-    """Return the images, [K, 3, S, S] uint8, with at most _MAX_SIDE pixels a side."""
     side = min(images.shape[2], _MAX_SIDE)
     return torch.stack([resize_image(image, side, side) for image in images]) if len(images) else images

@@ -77,7 +77,6 @@ def provenance(config: Config, device: torch.device) -> dict[str, str]:
 
 
 def _module_of(options: Model) -> dict[str, str]:
-    """Return the file of the function that made the model, and its digest, for the receipt."""
     module = importlib.import_module(options.arch.partition(":")[0]) if options.is_function else None
     file = getattr(module, "__file__", None)
     if file is None:

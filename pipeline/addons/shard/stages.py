@@ -173,7 +173,6 @@ def _map_targets(targets: Targets, change: Callable[[Tensor], Tensor]) -> Target
 
 
 def _optimizer_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters in the order of an optimizer's numbers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for group in parameter_groups(model, 0) for parameter in group["params"]]
 

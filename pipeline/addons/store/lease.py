@@ -130,7 +130,6 @@ class Lease:
         return None, {}
 
     def _write(self, etag: str, *, is_released: bool = False) -> None:
-        """Write the lease if it has this etag still, or "" if there must be none."""
         contents = {**self._contents, "is_released": is_released}
         contents["renewed"] = time.time()  # so that each has another etag
         data = json.dumps(contents).encode()

@@ -101,7 +101,6 @@ class Comparison:
         self._log(f"restored step {step_of(newest):,} from {self._place}")
 
     def _counted_here(self) -> list[str]:
-        """Return the folder's checkpoints that may be resumed from."""
         names = names_here(self._folder)
         return [name for name in names if name in self.names or not self._is_rolled_back]
 
