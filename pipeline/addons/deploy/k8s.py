@@ -253,8 +253,5 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
 
 def _scalar(text: str) -> str:
     """Return a recipe as a value of the ConfigMap: with its own lines, unless that changes it."""
-    block = f"|\n{indent(text.rstrip(), 4 * ' ')}\n"
-    with suppress(yaml.YAMLError):
-        if yaml.safe_load(f"recipe.yaml: {block}") == {"recipe.yaml": f"{text.rstrip()}\n"}:
-            return block.rstrip()
-    return yaml.safe_dump(text, default_style='"', width=math.inf).rstrip()
+    value = yaml.safe_dump(f"{text.rstrip()}\n", default_style="|", width=math.inf, allow_unicode=True)
+    return indent(value, "  ").strip()
