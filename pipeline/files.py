@@ -5,7 +5,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,8 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
     level = [value]
     for _ in range(_MAX_JSON_DEPTH):
-        level = [child for parent in level if isinstance(parent, dict | list) for child in _children(parent)]
+        nodes = (node for node in level if isinstance(node, dict | list))
+        level = [child for node in nodes for child in (node.values() if isinstance(node, dict) else node)]
         if not level:
             return value
     raise ValueError("it is nested too deeply")
-
-
-def _children(parent: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return parent.values() if isinstance(parent, dict) else parent

@@ -10,8 +10,8 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from pipeline.config.duration import Duration
 from pipeline.config.schema import Config
+from pipeline.config.values import Duration
 from pipeline.errors import RequestError, count_of
 from pipeline.lazy import addon
 from pipeline.plan import BatchSizes, DataSize, ImageSizes, Plan, Resources, Schedule

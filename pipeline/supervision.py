@@ -1,5 +1,6 @@
-"""A rank and its torchrun agent: what the rank tells it, and its peers that are frozen."""
+"""A process, its parent and its peers: who ends with whom, and what the torchrun agent is told."""
 
+import ctypes
 import json
 import os
 import signal
@@ -7,7 +8,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from pipeline.errors import CRASH
 from pipeline.world import is_launched
+
+PR_SET_PDEATHSIG = 1
 
 
 def launch_id() -> str | None:
@@ -47,3 +51,14 @@ def kill_frozen_peers(pids: list[int]) -> None:
 def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third on: the second may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGKILL to this process when the thread that started it ends.
+
+    An orphaned rank would keep training and writing checkpoints. A forked process does not inherit
+    this, so each calls this function. If `parent_pid` died before the call, the process exits here.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(CRASH)

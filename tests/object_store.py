@@ -30,7 +30,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from harness import SHARING, environment
 
-from pipeline.orphan import die_with_parent
+from pipeline.supervision import die_with_parent
 
 BIN = Path(sys.executable).parent
 

@@ -11,9 +11,9 @@ from faults.ledger import Notes
 from pipeline.addons.ops.credentials import hide_credentials, split_credentials, without_password
 from pipeline.addons.ops.fixed_keys import refuse_changes
 from pipeline.addons.ops.keys import all_keys, describe_keys
-from pipeline.config.duration import Duration
 from pipeline.config.load import RECIPES, from_yaml, load
 from pipeline.config.schema import Config
+from pipeline.config.values import Duration
 from pipeline.errors import RequestError
 
 DIGITS = (RECIPES / "digits.yaml").read_text()

@@ -11,7 +11,7 @@ import torch
 from harness import SMALL, Job, assert_resumes, quick
 from torch import nn
 
-from pipeline.addons.models.digest import weights_digest
+from pipeline.addons.models.trained import weights_digest
 from pipeline.config.sections import Model
 from pipeline.model.architectures import build
 from pipeline.model.ema import MovingAverage, make_ema

@@ -22,9 +22,9 @@ from torchvision.models import get_model
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
-from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.addons.models.evaluator import Evaluator
+from pipeline.addons.models.trained import weights_digest
 from pipeline.addons.report.evaluations import most_confident_mistakes
 from pipeline.addons.run.progress import describe_evaluation
 from pipeline.addons.run.receipt import best_checkpoint, receipt_row

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import pipeline
+from pipeline.addons.models.functions import meta_model
 from pipeline.config.load import load
 from pipeline.group import Group
-from pipeline.model.architectures import build, meta_model
+from pipeline.model.architectures import build
 from pipeline.model.loss import Targets
 from pipeline.parallel.ddp import DDPStrategy
 from pipeline.parallel.strategy import Strategy

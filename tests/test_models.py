@@ -17,11 +17,12 @@ from torchvision import models
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models import pretrained
+from pipeline.addons.models.functions import meta_model
 from pipeline.addons.ops.model import check_model_builds, check_passes
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import build, meta_model
+from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan

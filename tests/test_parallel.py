@@ -17,6 +17,7 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
+from pipeline.addons.models.functions import meta_model
 from pipeline.addons.ops.plan_table import describe_memory
 from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy
@@ -27,7 +28,7 @@ from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError, RequestError
 from pipeline.group import Group
 from pipeline.guards.nonfinite import DeviceLossGuard
-from pipeline.model.architectures import build, meta_model
+from pipeline.model.architectures import build
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint_contents import decode

@@ -39,9 +39,9 @@ from pipeline.addons.mlflow.exported_program import read_weights
 from pipeline.addons.mlflow.model import export_model
 from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.addons.models import pretrained
-from pipeline.addons.models.digest import weights_digest
 from pipeline.addons.models.functions import meta_model
 from pipeline.addons.models.pretrained import pretrained_weights
+from pipeline.addons.models.trained import weights_digest
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model

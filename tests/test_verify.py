@@ -12,7 +12,7 @@ import torch
 from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
-from pipeline.addons.models.digest import digest_and_checksums
+from pipeline.addons.models.trained import digest_and_checksums
 from pipeline.addons.models.trust import trust
 from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against

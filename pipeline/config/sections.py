@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from pipeline.config.duration import Duration
 from pipeline.config.values import (
     UNSET,
     Absent,
     Arguments,
     BelowOne,
     Count,
+    Duration,
     DurationField,
     ExperimentName,
     Fraction,

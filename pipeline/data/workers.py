@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pipeline.data.batch import Batch
 from pipeline.errors import CRASH
-from pipeline.orphan import die_with_parent
+from pipeline.supervision import die_with_parent
 
 Allocate = Callable[[int, int], Tensor]
 """(count, size) -> [count, 3, size, size] uint8, channels last as in decoded images."""

@@ -74,7 +74,7 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Any) -> Reco
     listeners: list[Listener | None] = [
         addon("run.journal").ToJournal(job, start, mirror, log),
         addon("run.receipt").ToReceipt(folder, log),
-        addon("run.trace").ToTrace(folder, start.step) if config.run.trace else None,
+        addon("run.journal").ToTrace(folder, start.step) if config.run.trace else None,
         addon("report.samples").ToReport(job, start.step, log) if config.track.report else None,
         tracker,
         mirror,

@@ -46,8 +46,8 @@ from pipeline.data.interface import Source, UnreadableError
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus
-from pipeline.orphan import die_with_parent
 from pipeline.record.terminal import Terminal
+from pipeline.supervision import die_with_parent
 
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30  # bytes
 _MAX_SHARDS = 256  # each is a file that a loader worker holds open

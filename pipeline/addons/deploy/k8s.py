@@ -157,19 +157,10 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(problem, "use local or average")
 
 
-def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
-    """Return the numbers of nodes with which an elastic job trains, () for another job.
-
-    Raises RequestError if no number divides the batch.
-    """
-    if not request.min_nodes:
-        return ()
-    return node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
-
-
 def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
-    nodes = max(_allowed_nodes(request, config), default=request.nodes)
+    allowed = node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
+    nodes = max(allowed, default=request.nodes)
     world = World(
         size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
         has_gpu=request.gpus > 0,
@@ -232,7 +223,8 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
-    environment = node.environment(request.nodes, request.processes, _allowed_nodes(request, config))
+    allowed = node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
+    environment = node.environment(request.nodes, request.processes, allowed)
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {

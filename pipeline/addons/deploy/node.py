@@ -47,13 +47,14 @@ def check_resume_is_auto(config: Config) -> None:
         raise RequestError(problem, "leave it out; for a new run, give another run.dir (in a pod: RUN_DIR)")
 
 
-def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) -> tuple[int, ...]:
+def allowed_nodes(config: Config, min_nodes: int | None, max_nodes: int, nproc: int) -> tuple[int, ...]:
     """Return the numbers of nodes from `min_nodes` to `max_nodes` whose processes divide the batch.
 
-    Raises RequestError if there is none. nproc: processes of a node.
+    min_nodes: None: not an elastic job, (). Raises RequestError if there is none. nproc: processes
+    of a node.
     """
     found, error = [], None
-    for nodes in range(min_nodes, max_nodes + 1):
+    for nodes in range(min_nodes, max_nodes + 1) if min_nodes else ():
         try:
             divide_batch(config, nodes * nproc)
             found.append(nodes)

@@ -14,8 +14,7 @@ from pipeline.errors import TemporaryError
 from pipeline.guards.signals import SIGNALS, StopRequest
 from pipeline.lazy import freeze_imports
 from pipeline.operate.early_stop import LAUNCHER_REPORTS, EarlyStopError, raise_on_signal
-from pipeline.orphan import die_with_parent
-from pipeline.supervision import process_stat
+from pipeline.supervision import die_with_parent, process_stat
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

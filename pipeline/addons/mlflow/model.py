@@ -100,8 +100,7 @@ def export_model(contents: dict[str, Any], config: Config, destination: Path) ->
     import mlflow.pytorch
     from mlflow.models import Model, infer_signature
     from pipeline.addons.models.eval_batches import evaluation_geometry
-    from pipeline.addons.models.exported_model import ExportedModel
-    from pipeline.addons.models.trained import eval_model
+    from pipeline.addons.models.trained import ExportedModel, eval_model
 
     # in train mode the export would keep dropout and update batch norm's statistics
     served = ExportedModel(eval_model(contents, config.model)).eval()

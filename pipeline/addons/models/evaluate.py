@@ -37,9 +37,8 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         portable.prepare(from_yaml(text, str(folder.config), overrides), here)
 
     with freeze_imports():
-        from pipeline.addons.models.digest import weights_digest
         from pipeline.addons.models.evaluator import Evaluator
-        from pipeline.addons.models.trained import eval_model, eval_weights
+        from pipeline.addons.models.trained import eval_model, eval_weights, weights_digest
         from pipeline.addons.run.progress import log_evaluation
         from pipeline.operate.start import broadcast_source, join
         from pipeline.record import checkpoint_contents, checkpoint_files

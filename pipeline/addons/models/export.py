@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from pipeline.addons.models.eval_batches import EvalBatches, evaluation_geometry
-from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import for_evaluation, target_of
-from pipeline.addons.models.trained import eval_model
+from pipeline.addons.models.trained import ExportedModel, eval_model
 from pipeline.addons.models.validation import open_validation
 from pipeline.config.schema import Config
 from pipeline.data.interface import OutageError

@@ -24,9 +24,8 @@ from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
 from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.eval_batches import EvalBatches
-from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
-from pipeline.addons.models.trained import eval_model
+from pipeline.addons.models.trained import ExportedModel, eval_model
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import batches
 from pipeline.device import choose_device

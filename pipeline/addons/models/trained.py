@@ -1,12 +1,16 @@
-"""The model in a checkpoint, for evaluation and prediction."""
+"""The model in a checkpoint, for evaluation, prediction and export, and the digest of its weights."""
 
+import hashlib
+import zlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.config.sections import Model
 from pipeline.errors import StorageError, one_line
 from pipeline.model.architectures import build
+from pipeline.model.normalise import MEAN, STD
 from pipeline.model.weights import load_weights
 
 
@@ -29,3 +33,42 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
         problem = f"the weights of the checkpoint are not those of {expected}"
         raise StorageError(problem, "use another checkpoint") from None
     return model
+
+
+class ExportedModel(nn.Module):
+    """The model with normalisation and softmax."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1))
+        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return probabilities [B, classes]. pixels: [B, 3, H, W] float32 in 0..255."""
+        logits: Tensor = self.model((pixels - self.mean) / self.std)
+        return logits.softmax(1)
+
+
+def weights_digest(weights: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of a state dict, as hex digits, see `digest_and_checksums`."""
+    return digest_and_checksums(weights)[0]
+
+
+def digest_and_checksums(weights: dict[str, Tensor]) -> tuple[str, str]:
+    """Return the SHA-256 of a state dict, and the CRC-32 of each tensor's bytes, joined.
+
+    The SHA-256 is over each parameter and buffer in name order: name, NUL, dtype, NUL, shape, NUL,
+    bytes (little-endian). In the same order, each tensor has eight hex digits of the second string.
+    """
+    digest, checksums = hashlib.sha256(), []
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        shape = ",".join(str(length) for length in tensor.shape)
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data  # a view: the bytes are not copied
+        digest.update(f"{name}\0{tensor.dtype}\0{shape}\0".encode())
+        digest.update(data)
+        checksums.append(f"{zlib.crc32(data):08x}")
+    return digest.hexdigest(), "".join(checksums)

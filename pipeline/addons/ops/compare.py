@@ -130,7 +130,7 @@ def _digests(path: Path) -> dict[str, str]:
     """Return the digest of each tensor of a checkpoint, by dotted name, in the model's order."""
     from torch import Tensor
 
-    from pipeline.addons.models.digest import weights_digest
+    from pipeline.addons.models.trained import weights_digest
     from pipeline.record.checkpoint_contents import decode
 
     found = {}

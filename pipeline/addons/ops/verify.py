@@ -27,7 +27,7 @@ from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.operate.request import from_exit_code
-from pipeline.orphan import die_with_parent
+from pipeline.supervision import die_with_parent
 
 
 def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
@@ -130,8 +130,7 @@ def _checkpoint_of(run: Run, step: int) -> Path:
         remedy = "docs/reproducibility.md, 'Publish a receipt', says where to get one"
         raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}, only {steps}", remedy)
 
-    from pipeline.addons.models.digest import weights_digest
-    from pipeline.addons.models.trained import eval_weights
+    from pipeline.addons.models.trained import eval_weights, weights_digest
     from pipeline.record.checkpoint_contents import read_model
 
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"

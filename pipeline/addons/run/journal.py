@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.errors import BadImage
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, events
+from pipeline.record.journal import Journal, JsonLines, events, read
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Start, Update
@@ -78,6 +78,22 @@ class ToJournal(Listener):
             self._event("mirror failed", reason=self._mirror.failures.pop(0))
         while self._mirror and self._mirror.uploaded:
             self._event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
+
+
+class ToTrace(Listener):
+    """Writes `trace.jsonl`: the sample ids of each update, and a digest of its batch."""
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        """Open the file and cut off the rows after `step`: these updates are made again."""
+        self._folder = folder
+        ends = [end for row, end in read(folder.trace) if row.get("step", 0) <= step]
+        self._lines = JsonLines(folder.trace, ends[-1] if ends else 0)
+
+    def stepped(self, update: Update) -> None:
+        self._folder.check_ours()
+        # an error is not logged: the journal is on the same disk and logs its own
+        row = {"step": update.step, "epoch": update.epoch, "ids": update.sample_ids}
+        self._lines.append({**row, "batch_sha256": update.batch_sha256})
 
 
 def checkpoint_of_step(folder: RunFolder, step: int) -> Path | None:

@@ -106,7 +106,7 @@ def make_receipt(folder: RunFolder) -> dict[str, Any]:
 
 def receipt_row(state: "TrainState") -> dict[str, Any]:
     """Return the row of the evaluated model; valid on rank 0. All processes call this together."""
-    from pipeline.addons.models.digest import digest_and_checksums
+    from pipeline.addons.models.trained import digest_and_checksums
 
     evaluation = state.evaluation
     assert evaluation is not None
