@@ -1,4 +1,4 @@
-"""The model in a checkpoint, for evaluation, prediction and export, and the digest of its weights."""
+"""The model in a checkpoint, for evaluation, prediction and export; the digest of its weights."""
 
 import hashlib
 import zlib
