@@ -178,10 +178,10 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     def prefetch_bytes(self) -> int:
         """Return the bytes of memory for the batches (uint8 pixels) that a node's workers hold.
 
-        Each process has the prefetched batches, one in use and one just received, for training and
-        again for evaluation.
+        Each worker has the prefetched batches and the memory for one more, and its process one in
+        use and one just received: for training and again for evaluation.
         """
-        batches = self.local_world * (self.workers * self.prefetch + 2) if self.workers else 0
+        batches = self.local_world * (self.workers * (self.prefetch + 1) + 2) if self.workers else 0
         return batches * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
     def to_dict(self) -> dict[str, Any]:

@@ -182,9 +182,9 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_work
 
 def test_the_batches_that_workers_hold_ready_are_counted() -> None:
     words = ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"]
-    # 4 processes × (2 workers × 3 prefetched + one in use + one arriving) × 3 × 224² bytes
+    # 4 processes × (2 workers × (3 prefetched + one) + one in use + one arriving) × 3 × 224² bytes
     # × (64 training + 64 validation images)
-    assert plan_of(*words, size=4).prefetch_bytes == 4 * 8 * 3 * 224 * 224 * 128
+    assert plan_of(*words, size=4).prefetch_bytes == 4 * 10 * 3 * 224 * 224 * 128
     assert plan_of(*words, "data.workers=0", size=4).prefetch_bytes == 0
 
 

@@ -2,7 +2,7 @@
 
 Promise: batches arrive in the order of their positions. Worker k of n makes every n-th batch, from
 the k-th on, so nothing has to be dealt out. It stays `prefetch` batches ahead: for each
-batch that is taken from its pipe it gets an empty message, and makes one more.
+batch that is taken from its pipe it gets a message, and makes one more.
 
 Images travel in memory that both processes map (a memfd): they are not copied, /dev/shm need not be
 large, and the kernel takes the memory back when nothing refers to it, however a process ends. A
@@ -10,6 +10,7 @@ worker uses it again once nothing in the process that trains refers to its batch
 batch would cost a tenth of the loader's time.
 """
 
+import errno
 import math
 import mmap
 import os
@@ -26,6 +27,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeline.data.batch import Batch
@@ -86,46 +88,44 @@ class _Sender:
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
-        self._mappings: dict[int, mmap.mmap] = {}
+        self._mappings: dict[int, NDArray[np.uint8]] = {}
         """The worker's memory, by its number."""
+        self._lent: dict[int, weakref.ref[memoryview]] = {}
 
     def receive(self) -> Batch:
         """Return the next batch of the worker, and let it make one more."""
         try:
             # a pickle, but from our own fork; the pixels are in memory that both map
             fields, shape, number, is_new = self.pipe.recv() or self.pipe.recv()  # None: it has started
-            if isinstance(fields, str):
-                raise RuntimeError(f"in a loader worker: {fields}")
-            if is_new:
-                file = recv_handle(self.pipe)
-                self._mappings[number] = mmap.mmap(file, math.prod(shape))
-                os.close(file)
+            file = recv_handle(self.pipe) if is_new else -1
         except (EOFError, OSError) as error:
             raise WorkersDiedError(str(error) or "its pipe was closed") from None
+        except RuntimeError:  # no descriptor has arrived
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from None
+        if isinstance(fields, str):
+            raise RuntimeError(f"in a loader worker: {fields}")
+        if is_new:  # mapped by torch, which keeps no descriptor, as mmap would
+            size, path = os.fstat(file).st_size, f"/proc/self/fd/{file}"
+            self._mappings[number] = torch.from_file(path, shared=True, size=size, dtype=torch.uint8).numpy()
+            os.close(file)
+        with suppress(OSError):  # it may have made its last batch, and have left
+            self.pipe.send_bytes(self._returned())
         if shape:
-            fields["images"] = _images(self._lend(number), shape)
-        _tell(self.pipe, b"")
+            lent = self._mappings[number].data  # a new object, which only the storage of the images refers to
+            self._lent[number] = weakref.ref(lent)
+            fields["images"] = _images(lent, shape)
         tensors = {
             name: torch.from_numpy(field) for name, field in fields.items() if isinstance(field, np.ndarray)
         }
         return Batch(**fields | tensors)
 
-    def _lend(self, number: int) -> memoryview:
-        """Return memory. Once the tensors in it are gone, the worker may use it again."""
-        lent = memoryview(self._mappings[number])  # their storage alone refers to this object
-        weakref.finalize(lent, _give_back, self.pipe, number, os.getpid()).atexit = False
-        return lent
-
-
-def _give_back(pipe: Connection, number: int, owner: int) -> None:
-    # a process forked meanwhile, such as a worker of an evaluation, has a copy of the object
-    if os.getpid() == owner:
-        _tell(pipe, b"%d" % number)
-
-
-def _tell(pipe: Connection, message: bytes) -> None:
-    with suppress(OSError):  # the worker may have made its last batch, and have left
-        pipe.send_bytes(message)
+    def _returned(self) -> bytes:
+        """Return the number of memory that no tensor is in any more, or b""."""
+        for number, lent in self._lent.items():
+            if lent() is None:
+                del self._lent[number]
+                return b"%d" % number
+        return b""
 
 
 class _Memory:
@@ -161,16 +161,13 @@ def _work(make: MakeBatch, positions: Sequence[int], prefetch: int, pipe: Connec
     die_with_parent(parent)
     # OpenMP's threads did not survive the fork: a parallel loop would wait for them
     torch.set_num_threads(1)
-    memory, taken = _Memory(), 0
+    memory = _Memory()
     with suppress(EOFError, OSError):  # the process that trains has closed the pipe
         pipe.send(None)
         for i, position in enumerate(positions):
             # the first batches unasked, then one for each that was taken: so memory has a bound
-            while i - taken >= prefetch or pipe.poll():
-                if given_back := pipe.recv_bytes():
-                    memory.free.append(int(given_back))
-                else:
-                    taken += 1
+            if i >= prefetch and (returned := pipe.recv_bytes()):
+                memory.free.append(int(returned))
             _send(pipe, make, memory, position, positions[i + 1 : i + 1 + prefetch])
     os._exit(0)  # without the exit handlers of the process that it was forked from
 

@@ -27,14 +27,14 @@ class LossGuard:
         self._strategy, self._timer, self._start_again = strategy, timer, start_again
         self._step = 0
         self._loss: Tensor | None = None
-        self._batches: list[Batch] = []
+        self._ids: list[Tensor] = []  # not the batches: their memory would stay in use for a step
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
         """Return True if a loss of this process is known to be bad.
 
         Called after the backward passes of each step.
         """
-        self._step, self._loss, self._batches = step, loss, batches
+        self._step, self._loss, self._ids = step, loss, [batch.ids for batch in batches]
         return not bool(torch.isfinite(loss)) or bool(self._strategy.has_overflow())
 
     def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
@@ -51,7 +51,7 @@ class LossGuard:
         assert self._loss is not None
         bad = None
         if not bool(torch.isfinite(self._loss)):
-            bad = float(self._loss), [sample for batch in self._batches for sample in batch.ids.tolist()]
+            bad = float(self._loss), [sample for ids in self._ids for sample in ids.tolist()]
         problem = f"a gradient at step {self._step} is not finite, or larger than exact mode can sum"
         found = [(rank, bad) for rank, bad in enumerate(self._strategy.group.all_gather(bad)) if bad]
         if found:
@@ -89,7 +89,7 @@ class DeviceLossGuard(LossGuard):
         self._is_bad.copy_(ranks).clamp_(max=1)
         if self._was_bad():
             return True  # `error` then names the step before
-        self._step, self._loss, self._batches = step, loss, batches
+        self._step, self._loss, self._ids = step, loss, [batch.ids for batch in batches]
         self._flag.copy_(self._is_bad, non_blocking=True)
         if self._copied:
             self._copied.record()

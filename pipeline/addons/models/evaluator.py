@@ -91,7 +91,7 @@ class Evaluator:
                     batch = next(loaded, None)
                     if batch is not None:
                         if self._keeps and done > len(self._kept):
-                            # a copy, since each batch of a worker on the CPU is a mapped file
+                            # a copy: the memory of a batch is its worker's, and used again
                             self._kept.append(batch._replace(images=batch.images.clone()))
                         first = int(batch.ids[0])
                         counts[:, first : first + len(batch.ids)] = self._count(batch)
