@@ -226,10 +226,12 @@ def test_a_killed_loader_worker_costs_no_batch(digits: Path, reference: list[Glo
 def test_a_batch_keeps_its_memory_as_long_as_something_refers_to_it(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     data, held, seen = TrainBatches(source.train, config, plan, 0), [], set[str]()
+    descriptors = len(os.listdir("/proc/self/fd"))
     for step, batch in enumerate(batches(data, range(40), plan, pin=False)):
         seen |= memory_of_batches()
         if step % 5 == 0:
             held.append((step, batch.images[7:9]))
+            assert len(os.listdir("/proc/self/fd")) <= descriptors + 2 * 3, "a pipe and what ends a worker"
     for step, images in held:
         assert torch.equal(images, data[step].images[7:9]), "it was not overwritten"
     assert len(seen) <= len(held) + 2 * (plan.prefetch + 2), "the memory of the others was used again"
