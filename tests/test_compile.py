@@ -38,6 +38,14 @@ def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, digits: Path) -> Non
 
 
 @needs_compiler
+def test_a_run_whose_graphs_are_compiled_by_a_function_resumes_bit_for_bit(
+    tmp_path: Path, digits: Path
+) -> None:
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "train.max_steps=4"]
+    assert_resumes(tmp_path, words, 2, nproc=1, prelude=compile_with("return graph"))
+
+
+@needs_compiler
 @pytest.mark.full
 def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=5", "train.epochs=2",

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from harness import SMALL, assert_resumes
 
@@ -10,7 +9,6 @@ from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 
 
-@pytest.mark.full
 def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path: Path) -> None:
     words = ["digits", *SMALL, "data.source=synthetic", "data.num_images=480", "data.workers=0",
              "train.precision=fp16", "train.clip=1", "train.epochs=1", "run.watch=1 steps"]  # fmt: skip

@@ -15,37 +15,31 @@ from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
 
 
-def job(folder: Path, digits: Path, nproc: int, *more: str, **env: str) -> Job:
+def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=24",
              "checkpoint.every=4 steps", "evaluate.every=24 steps"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=nproc, env=env)
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
-def inject(folder: Path, rank: int, code: str) -> str:
-    """Make a folder for PYTHONPATH with which `rank` runs `code` at its start; return its path."""
-    lines = "\n".join(f"    {line}" for line in code.splitlines())
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '{rank}':\n{lines}\n")
-    return str(folder)
-
-
-def flip(step: int) -> str:
-    """Return code that flips the lowest bit of one weight in the update of `step`."""
-    return f"""\
-import torch
+FLIP = """
+import os, torch
 original, calls = torch.optim.SGD.step, []
+
 def flipping(self, *arguments, **options):
     result = original(self, *arguments, **options)
     calls.append(1)
-    if len(calls) == {step}:
+    if (os.environ["RANK"], len(calls)) == ("{rank}", 10):  # the lowest bit of one weight
         self.param_groups[0]["params"][1].data.view(torch.int32).view(-1)[3] ^= 1
     return result
-torch.optim.SGD.step = flipping"""
+
+torch.optim.SGD.step = flipping
+"""
 
 
 def diverged(tmp_path: Path, digits: Path, nproc: int, rank: int, *more: str) -> tuple[Job, Result]:
     """Run a job in which `rank` has a flipped bit after step 10."""
-    run = job(tmp_path / "run", digits, nproc, *more, PYTHONPATH=inject(tmp_path / "site", rank, flip(10)))
+    run = job(tmp_path / "run", digits, nproc, *more)
+    run.prelude = FLIP.format(rank=rank)
     return run, run.run()
 
 
@@ -60,7 +54,7 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
     assert "Traceback" not in result.err
     if full:
-        run.env = {}
+        run.prelude = ""
         assert run.run().done == job(tmp_path / "uninterrupted", digits, 3).run_in_forks().done, (
             "the same command resumes"
         )
@@ -82,18 +76,18 @@ def test_weights_are_compared_before_every_save(tmp_path: Path, digits: Path, ex
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
-@pytest.mark.full
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path) -> None:
-    slow = """\
-import time, torch.nn.functional as functional
+    run = job(tmp_path / "run", digits, 2, "train.max_steps=6", "track.every=2 steps")
+    run.prelude = """
+import os, time, torch.nn.functional as functional
 original = functional.cross_entropy
+
 def slow(*arguments, **options):
-    time.sleep(0.3)
+    time.sleep(0.3 * int(os.environ["RANK"]))
     return original(*arguments, **options)
-functional.cross_entropy = slow"""
-    site = inject(tmp_path / "site", 1, slow)
-    more = ("train.max_steps=6", "track.every=2 steps")
-    run = job(tmp_path / "run", digits, 2, *more, PYTHONPATH=site)
+
+functional.cross_entropy = slow
+"""
     result = run.run()
     assert result.code == 0, result.err
     assert result.err.count(" is slow: ") == result.err.count("rank 1 is slow") == 1, result.err

@@ -7,12 +7,12 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 from faults.ledger import Notes
 from harness import (
@@ -25,7 +25,7 @@ from harness import (
     environment,
     free_port,
     kill,
-    pipeline,
+    quick,
     read_rows,
     torchrun,
 )
@@ -122,8 +122,17 @@ def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() ->
     assert membership.update(found, 100).reason == "trainer-2, trainer-3 can join"
 
 
+LOST = 8
+"""Seconds without a heartbeat after which these agents take a node for lost; really, it is 30."""
+SOONER = f"""
+from pipeline.addons.deploy import membership, rendezvous
+membership._SETTLE_S = 3
+membership.LOST_S = rendezvous.LOST_S = {LOST}
+"""
+
+
 class Agents:
-    """torchrun agents on this machine, one process each; the first is never stopped."""
+    """torchrun agents on this machine, forks; the first is never stopped."""
 
     def __init__(
         self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120"
@@ -134,18 +143,15 @@ class Agents:
         self.endpoint = f"localhost:{free_port()}"
         self.options = [f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint={self.endpoint}",
                         f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test"]  # fmt: skip
-        self.running: list[subprocess.Popen[str]] = []
+        self.running: list[forked.Process] = []
         self.logs: list[Path] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> "Agents":
         """Start one more agent."""
         log = self.run.folder.with_name(f"agent-{len(self.logs)}.log")
-        with open(log, "w") as file:
-            self.running.append(subprocess.Popen(
-                [*torchrun(1, *self.options), *self.run.train_words()], stdout=file, stderr=file, text=True,
-                env=environment(OMP_NUM_THREADS="1"), start_new_session=True,
-            ))  # fmt: skip
+        command = [*torchrun(1, *self.options)[2:], *self.run.train_words()]
+        self.running.append(forked.server().start(command, environment(), (log, log), SOONER))
         self.logs.append(log)
         return self
 
@@ -258,12 +264,12 @@ def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: 
         last = agents.running.pop()
         kill(last.pid, signal.SIGSTOP)
         frozen = time.monotonic()
-        deadline = frozen + (LOST_S + 40) * SHARING
+        deadline = frozen + (LOST + 40) * SHARING
         while children(agents.running[0].pid):
             assert time.monotonic() < deadline, f"the peer still trains:\n{agents.log()}"
             time.sleep(0.2)
         # the leader counts from the last heartbeat, the agent from its thaw: let both be sure
-        time.sleep(max(0, frozen + LOST_S + 2 - time.monotonic()))
+        time.sleep(max(0, frozen + LOST + 2 - time.monotonic()))
         kill(last.pid, signal.SIGCONT)
         assert last.wait(10 * SHARING) == 75, agents.log()
     finally:
@@ -284,7 +290,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
     tmp_path: Path, digits: Path, bucket: Bucket, seed: int, notes: Notes
 ) -> None:
     """Each node has a disk of its own. That of the new rank 0 has nothing of the run."""
-    assert pipeline("data", "pack", str(digits), f"{bucket.place}/data").code == 0
+    assert quick("data", "pack", str(digits), f"{bucket.place}/data").code == 0
     length = ("run.exact=true", "train.epochs=100", "train.max_steps=40", "evaluate.every=1000 epochs")
     places = ("data.source=pack", f"data.root={bucket.place}/data", f"checkpoint.mirror={bucket.place}/run")
     agents = Agents(tmp_path, digits, "2", *length, *places)
@@ -298,7 +304,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
             time.sleep(0.05)
         lost = agents.running.pop(0)
         kill(lost.pid, signal.SIGKILL)
-        lost.wait()
+        lost.wait(10)
         began = time.monotonic()
         while children(lost.pid):
             time.sleep(0.05)
@@ -346,7 +352,7 @@ def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(
             else:
                 lost = agents.running.pop(0)
                 kill(lost.pid, signal.SIGKILL)
-                lost.wait()
+                lost.wait(10)
             agents.wait_for_world(size + change)
     finally:
         agents.close()
