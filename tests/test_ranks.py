@@ -1,8 +1,9 @@
 """A rank whose weights diverge is found before the next save, and a slow rank is named."""
 
-import subprocess
-import sys
+import os
+import time
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -95,37 +96,32 @@ functional.cross_entropy = slow
     assert slowest == [1.0] * 3
 
 
-JOIN = """
-import os, sys, time
-import torch
-from pipeline.group import Group
-from pipeline.world import World
-
-rank = int(sys.argv[1])
-time.sleep(8 * (rank == 0))
-world = World(rank=rank, size=2, local_rank=rank, local_size=2, init_method=sys.argv[2])
-group = Group(world, torch.device("cpu"), 4, restore_s=100)
-print("joined", flush=True)
-if rank == 0:
-    time.sleep(12)
-else:
-    try:
+def join(rank: int, place: str, answers: Any) -> None:
+    """Join a group of two whose collectives may take 2 s, rank 0 after 4 s."""
+    time.sleep(4 * (rank == 0))
+    world = World(rank=rank, size=2, local_rank=rank, local_size=2, init_method=place)
+    group = Group(world, torch.device("cpu"), 2, restore_s=100)
+    answers.put("joined")
+    if rank == 0:
+        time.sleep(60)
+    with pytest.raises(RuntimeError):
         group.any_rank(False)
-    except RuntimeError:
-        print("the collective timed out", flush=True)
-os._exit(0)
-"""
+    answers.put("the collective timed out")
+    os._exit(0)
 
 
 def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
     """It may have to download the run from its mirror."""
-    place = f"tcp://127.0.0.1:{free_port()}"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", JOIN, rank, place], stdout=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    outputs = [process.communicate(timeout=100)[0] for process in ranks]
-    assert outputs == ["joined\n", "joined\nthe collective timed out\n"]
+    forks, place, found = get_context("fork"), f"tcp://127.0.0.1:{free_port()}", []
+    answers = forks.SimpleQueue()
+    late, early = (forks.Process(target=join, args=(rank, place, answers)) for rank in (0, 1))
+    late.start()
+    early.start()
+    early.join(60)
+    late.kill()
+    while not answers.empty():
+        found.append(answers.get())
+    assert found == ["joined", "joined", "the collective timed out"]
 
 
 def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank() -> None:

@@ -200,7 +200,8 @@ def test_nodes_that_come_and_go_do_not_change_the_run(
 ) -> None:
     """The worlds are 2, 1, 2, 3 and 1; nodes leave by SIGTERM (drained) or SIGKILL (lost)."""
     draw = random.Random(seed)
-    agents = Agents(tmp_path, digits, "1:3", f"run.exact={str(exact).lower()}", "train.epochs=1000")
+    words = (f"run.exact={str(exact).lower()}", "exact.shards=6", "train.epochs=1000")
+    agents = Agents(tmp_path, digits, "1:3", *words)
     run = agents.run
     try:
         agents.start().start()
@@ -223,12 +224,12 @@ def test_nodes_that_come_and_go_do_not_change_the_run(
         agents.log()
     )
     assert_each_sample_once(run.trace(), 48)
-    words = [*run.arguments, f"train.max_steps={run.step()}"]
-    whole = Job(tmp_path / "whole", words)
+    until = [*run.arguments, f"train.max_steps={run.step()}"]
+    whole = Job(tmp_path / "whole", until)
     expected = whole.run().done
     assert run.trace() == whole.trace(), "the same samples in the same order, of the same pixels"
     if exact:
-        assert Job(run.folder, words).run().done == expected
+        assert Job(run.folder, until).run().done == expected
 
 
 def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(

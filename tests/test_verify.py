@@ -213,6 +213,7 @@ def test_a_changed_receipt_is_refused_or_differs(
 
 
 def test_a_changed_number_of_the_plan_differs(copy: Path, repetition: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
     contents, new = receipt(copy), Run.read(repetition)
     of_this_machine = {"local_world", "workers_per_node", "workers", "is_portable"}
     numbers = {name for name, value in contents["plan"].items() if isinstance(value, int | float)}
