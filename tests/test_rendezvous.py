@@ -48,25 +48,6 @@ def train(found: dict[int, Node], membership: Membership, now: float) -> None:
         found[key] = replace(found[key], is_waiting=False, round=membership.round.number, heard=now)
 
 
-@pytest.mark.parametrize(
-    ("allowed", "present", "members"),
-    [([2], 1, 0), ([2], 2, 2), ([1, 2, 4], 3, 2), ([1, 2, 4], 4, 4), ([2, 4], 1, 0), ([3], 5, 3)],
-)
-def test_the_largest_allowed_number_of_nodes_forms_a_world(
-    allowed: list[int], present: int, members: int
-) -> None:
-    membership = Membership(LEADER, allowed)
-    round_ = membership.update(nodes(present, now=60), 60)
-    assert len(round_.members) == members
-    assert not members or round_.members[0] == LEADER
-
-
-def test_fewer_nodes_than_the_most_wait_a_moment_for_more() -> None:
-    membership = Membership(LEADER, [1, 2])
-    assert not membership.update(nodes(1, now=3), 3).members
-    assert membership.update(nodes(1, now=15), 15).members == (1,)
-
-
 def test_ranks_are_in_the_order_of_host_names_and_the_leader_is_first() -> None:
     found = {key: Node(host, heard=0) for key, host in enumerate(("b-3", "b-10", "b-2", "a-1"), 1)}
     assert Membership(LEADER, [4]).update(found, 0).members == (1, 4, 3, 2)
