@@ -169,8 +169,6 @@ class Job:
     """Python statements that its first process executes first; forks of it keep what they did."""
     interpreter: bool = False
     """Start every process as a new interpreter, as for a user, and none as a fork."""
-    prefix: list[str] = field(default_factory=list)
-    """Words before its command, such as those of `on_host`."""
     process: "subprocess.Popen[str] | forked.Process | None" = None
     started: float = 0
 
@@ -187,21 +185,21 @@ class Job:
     def start(self) -> "Job":
         """Start the training; its output goes to FOLDER.out and FOLDER.err.
 
-        It is a fork, and so is all that it starts of the pipeline, unless `interpreter`, a variable
-        or a prefix needs new interpreters.
+        It is a fork, and so is all that it starts of the pipeline, unless `interpreter` or a
+        variable needs new interpreters.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         env = environment(**self.env)
-        if not (self.interpreter or self.prefix or _needs_interpreter(self.env)):
+        if not (self.interpreter or _needs_interpreter(self.env)):
             self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
             return self
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
             self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
+                [sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
                 text=True,
                 env=env, start_new_session=True,
             )  # fmt: skip

@@ -107,10 +107,7 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
     run.by_torchrun = by_torchrun
-    if by_torchrun:
-        run.prefix = ["nohup"]
-    else:
-        run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     run.start().wait_for_step(2)
     for pid in run.processes():
         kill(pid, signal.SIGHUP)
