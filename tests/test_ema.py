@@ -1,7 +1,5 @@
 """The EMA of the weights is evaluated, digested and served, and a resume restores it.
 
-With fp16 the loss is scaled, all ranks skip an overflow, and a resume restores the scale.
-
 With `model.batchnorm=average` batch norm's running statistics are the mean over the processes, and
 with `sync` each process normalises with those of all.
 """
