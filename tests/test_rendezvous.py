@@ -292,6 +292,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
             time.sleep(0.05)
         shutil.rmtree(disks[0])
         run.folder = disks[2]
+        agents.wait_for_leader()
         agents.start()
         run.folder = disks[1]
         agents.wait_for_world(2)
