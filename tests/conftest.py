@@ -73,6 +73,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what `make test` leaves out."""
+    if not _is_full(config) and not config.getoption("--engine"):
+        line = "not run: more sizes (make test ARGS=--full), more faults (make faults-ci),"
+        terminalreporter.write_line(f"{line} containers (make test-containers)")
+
+
 def _is_full(config: pytest.Config) -> bool:
     return config.getoption("--full") or config.getoption("--faults") != "once"
 

@@ -1,6 +1,8 @@
 """Run commands in forks of a process that has imported torch: a start takes milliseconds.
 
-For tests that need no new interpreter. A launcher that is a fork starts its ranks as forks, too.
+For tests that need no new interpreter. What a fork starts of the pipeline, such as ranks or
+MLflow's sender, is a fork, too. A command is `pipeline`, `torch.distributed.run` or the path of a
+script, and its arguments.
 """
 
 import atexit
@@ -11,15 +13,18 @@ import itertools
 import json
 import logging
 import os
+import runpy
 import select
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,7 +81,7 @@ class Forked:
         prelude: str = "",
         cwd: Path | None = None,
     ) -> Process:
-        """Start a command, its module first.
+        """Start a command.
 
         It leads a session of its own, and its command line shows the command. outputs: the files of
         standard output and standard error. prelude: Python statements that it executes first.
@@ -127,22 +132,10 @@ class _Rank(Process):
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.returncode: int | None = None
         reading, writing = os.pipe()
-        # the launcher's handlers are not the rank's
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                _leave_launcher()
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                _become(command, environment)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            _execute(command)
+        self.pid = _fork(command, environment, os.setsid)
         os.close(writing)
         os.read(reading, 1)  # until the rank has a session, to which the launcher may send signals
         os.close(reading)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -152,9 +145,27 @@ class _Rank(Process):
         return self.returncode
 
 
-def _leave_launcher() -> None:
+def _fork(command: list[str], environment: dict[str, str], prepare: Callable[[], object]) -> int:
+    """Fork this process, itself a fork, for a command, and let it prepare; return its id."""
+    # this process's handlers are not the command's
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+    pid = os.fork()
+    if not pid:
+        try:
+            _become(command, environment)
+            prepare()
+            _leave_parent()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        _execute(command)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
+
+
+def _leave_parent() -> None:
     """Give up what a new interpreter has not: connections, and handlers of signals."""
-    os.setsid()
     for number in _HANDLED:
         if signal.getsignal(number) != signal.SIG_IGN:  # a new interpreter, too, keeps that
             signal.signal(number, signal.SIG_DFL)
@@ -162,9 +173,37 @@ def _leave_launcher() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.disable()
+    atexit._clear()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.NOTSET)
     np.random.seed()  # as in a new interpreter, nothing may depend on numpy's global generator
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+
+
+def _fork_commands() -> None:
+    """Make the commands that a command starts forks: MLflow's sender, a repetition, a report."""
+    execute = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def start(words: list[str], *others: Any) -> int:
+        cwd, variables, preexec = others[3], others[4], others[20]
+        if words[0] != sys.executable or "pipeline" not in words[:4]:
+            return execute(words, *others)
+
+        def prepare() -> None:
+            for number, stream in enumerate((others[5], others[8], others[10])):
+                if stream >= 0:
+                    os.dup2(stream, number)
+            if cwd is not None:
+                os.chdir(cwd)
+            if others[14]:
+                os.setsid()
+            if preexec:
+                preexec()
+
+        entries = [os.fsdecode(entry).partition("=") for entry in variables or ()]
+        environment = {name: value for name, _, value in entries} if variables else dict(os.environ)
+        return _fork(words[words.index("pipeline") :], environment, prepare)
+
+    subprocess._fork_exec = start  # type: ignore[attr-defined]
 
 
 def _fork_ranks() -> None:
@@ -172,17 +211,41 @@ def _fork_ranks() -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def start(handler: SubprocessHandler, words: tuple[str, ...], environment: dict[str, str]) -> _Rank:
-        module = words.index("-m") + 1
-        assert (words[0], words[module]) == (sys.executable, "pipeline"), words
-        assert set(words[1 : module - 1]) <= {"-u"}, words
+        assert words[0] == sys.executable, words
+        command = [word for word in words[1:3] if word not in ("-u", "-m")] + list(words[3:])
+        assert command[0] == "pipeline" or command[0].endswith(".py"), words
         assert (handler._stdout, handler._stderr) == (None, None), "a fork writes to the launcher's output"
-        return _Rank(list(words[module:]), environment)
+        return _Rank(command, environment)
 
     assert SubprocessHandler._popen
     SubprocessHandler._popen = start  # type: ignore[assignment]
 
 
+def _share_tables() -> None:
+    """Have MLflow make the tables of a database in SQLite once, and copy them from then on."""
+    from mlflow.store.db import utils
+
+    make, made = utils._initialize_tables, Path(tempfile.gettempdir(), f"mlflow-{os.getpid()}.db")
+
+    def copy(source: Path, target: Path) -> None:
+        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
+            old.backup(new)
+
+    def initialize(engine: Any) -> None:
+        if engine.dialect.name == "sqlite" and made.exists():
+            copy(made, engine.url.database)
+            return
+        make(engine)
+        if engine.dialect.name == "sqlite":
+            part = made.with_suffix(f".{os.getpid()}")
+            copy(engine.url.database, part)
+            part.rename(made)
+
+    utils._initialize_tables = initialize
+
+
 def _serve() -> None:
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # it would start threads
     import torch.distributed.run  # noqa: F401 (import torch and ours once, before the forks)
 
     import pipeline.addons.ops.doctor
@@ -190,6 +253,8 @@ def _serve() -> None:
     import pipeline.train.session  # noqa: F401
 
     _fork_ranks()
+    _fork_commands()
+    _share_tables()
     gc.freeze()  # a fork that collects garbage would copy all pages
     sys.path.remove(str(Path(__file__).parent))
     received, living = b"", {}
@@ -231,10 +296,18 @@ def _run(request: dict[str, Any]) -> NoReturn:
 
 
 def _execute(command: list[str]) -> NoReturn:
-    """Run a command, its module first, and exit."""
+    """Run a command, and exit."""
     code = 1
     try:
-        if command[0] == "torch.distributed.run":
+        for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+            if folder and folder not in sys.path:
+                sys.path.insert(0, folder)
+        if command[0].endswith(".py"):
+            sys.argv = command
+            sys.path.insert(0, str(Path(command[0]).parent))
+            runpy.run_path(command[0], run_name="__main__")
+            main = lambda _: 0  # noqa: E731 (it has ended without sys.exit)
+        elif command[0] == "torch.distributed.run":
             from torch.distributed.run import main
         else:
             from pipeline.cli.main import main
@@ -263,7 +336,7 @@ def _become(command: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()  # the C library's variables point to the bytes that are written over
     os.environ.update(environment)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    words = [sys.executable, "-m", *command]
+    words = [sys.executable, *([] if command[0].endswith(".py") else ["-m"]), *command]
     variables = [f"{name}={value}" for name, value in environment.items()]
     # arg_start, arg_end, env_start and env_end of proc(5)
     for (start, end), strings in zip(((45, 46), (47, 48)), (words, variables), strict=True):

@@ -74,9 +74,9 @@ def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **e
 def bench(
     name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
 ) -> Result:
-    """Run a script of benchmarks/ and wait for its end. launcher: arguments before the script."""
+    """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
     script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
-    return run_together([[sys.executable, *launcher, str(script), *arguments]], [env], cwd)
+    return _in_forks([*launcher, str(script), *arguments], [env], cwd, 300, "")
 
 
 def run_together(
@@ -104,8 +104,10 @@ def run_together(
 
 def _needs_interpreter(env: dict[str, str]) -> bool:
     """Return True if a variable differs that a fork does not read again."""
-    now, then = ({name: value for name, value in variables.items() if name.startswith(_READ_AT_START)}
-                 for variables in (environment(**env), forked.server().environment))  # fmt: skip
+    now, then = (
+        {name for name in variables.items() if name[0].startswith(_READ_AT_START) and name[0] != "PYTHONPATH"}
+        for variables in (environment(**env), forked.server().environment)
+    )
     return now != then
 
 
@@ -167,8 +169,6 @@ class Job:
     """Python statements that its first process executes first; forks of it keep what they did."""
     interpreter: bool = False
     """Start every process as a new interpreter, as for a user, and none as a fork."""
-    prefix: list[str] = field(default_factory=list)
-    """Words before its command, such as those of `on_host`."""
     process: "subprocess.Popen[str] | forked.Process | None" = None
     started: float = 0
 
@@ -185,21 +185,21 @@ class Job:
     def start(self) -> "Job":
         """Start the training; its output goes to FOLDER.out and FOLDER.err.
 
-        Its launcher and its ranks are forks, unless `interpreter`, a variable or a prefix needs new
-        interpreters. They start all others as for a user.
+        It is a fork, and so is all that it starts of the pipeline, unless `interpreter` or a
+        variable needs new interpreters.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         env = environment(**self.env)
-        if not (self.interpreter or self.prefix or _needs_interpreter(self.env)):
+        if not (self.interpreter or _needs_interpreter(self.env)):
             self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
             return self
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
             self.process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
+                [sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
                 text=True,
                 env=env, start_new_session=True,
             )  # fmt: skip
@@ -255,8 +255,11 @@ class Job:
 
     def step(self) -> int:
         """Return the last step in the trace, 0 before the first."""
-        trace = self.trace()
-        return trace[-1]["step"] if trace else 0
+        with contextlib.suppress(FileNotFoundError), open(self.folder / "trace.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
+            *_, last, _ = b"", *file.read().split(b"\n")
+            return int(json.loads(last)["step"]) if last else 0
+        return 0
 
     def wait_for_step(self, step: int, timeout: float = 120) -> int:
         """Wait until this start, not an earlier one, has made the step."""
@@ -328,11 +331,12 @@ class Job:
 
 
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
-    """Run the job with two torchrun agents, each with half of the processes and its host name."""
+    """Run the job with two torchrun agents, each with half of the processes."""
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
-    agent = torchrun(job.nproc // 2, "--nnodes=2", *rendezvous)
-    prefixes = [on_host(host) for host in hosts] or [[], []]
-    return run_together([[*prefix, *agent, *job.train_words()] for prefix in prefixes], [job.env] * 2)
+    agent = [*torchrun(job.nproc // 2, "--nnodes=2", *rendezvous), *job.train_words()]
+    if not hosts:
+        return _in_forks(agent[2:], [job.env] * 2, None, 600, "")
+    return run_together([[*on_host(host), *agent] for host in hosts], [job.env] * 2)
 
 
 def on_host(name: str) -> list[str]:
@@ -374,11 +378,11 @@ if __name__ == "__main__":
     return run_together([[sys.executable, str(path), *job.train_words()]], [job.env])
 
 
-def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2) -> Job:
+def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2, prelude: str = "") -> Job:
     """Assert that a run stopped at a step resumes to the same end; return the uninterrupted run."""
-    uninterrupted = Job(folder / "uninterrupted", words, nproc=nproc)
+    uninterrupted = Job(folder / "uninterrupted", words, nproc=nproc, prelude=prelude)
     expected = uninterrupted.run_in_forks().done
-    resumed = Job(folder / "resumed", [*words, f"train.max_steps={stop_at}"], nproc=nproc)
+    resumed = Job(folder / "resumed", [*words, f"train.max_steps={stop_at}"], nproc=nproc, prelude=prelude)
     assert resumed.run_in_forks().done["step"] == str(stop_at)
     resumed.arguments.pop()
     assert resumed.run_in_forks().done == expected

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Job, quick, read_rows
+import forked
+from harness import quick, read_rows
 from object_store import Bucket
 
 SMALL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2",
@@ -18,7 +19,7 @@ class Place:
     """A folder with `images` (4 classes, 16 training and 4 validation images) and `runs/done`."""
 
     path: Path
-    holder: Job | None = None
+    holder: forked.Process | None = None
     """Another training in this folder, which holds its lock."""
     bucket: Bucket | None = None
     """Holds the mirror of a run."""

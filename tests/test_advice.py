@@ -1,17 +1,15 @@
 """Every error message that names a remedy is followed to the letter, and the remedy works."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import forked
 import pytest
-from harness import children, environment, free_port, variable
+from harness import children, environment, free_port, kill, variable
 from object_store import Bucket
 from place import SMALL, Place
 
@@ -64,9 +62,9 @@ def make_other_images(place: Place) -> None:
 def start_holder(place: Place, *more: str) -> None:
     """Start another process that trains in the folder; the test kills it at its end."""
     words = ["digits", *SMALL, *HELD, "train.max_steps=2000", *more]
-    with open(place.path / "held.err", "w") as err:
-        command = [sys.executable, "-m", "pipeline", "train", *words]
-        place.holder = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=err)
+    outputs = place.path / "held.out", place.path / "held.err"
+    command = ["pipeline", "train", *words]
+    place.holder = forked.server().start(command, environment(), outputs, cwd=place.path)
     wait_until(place, lambda: bool(place.events("held", "started")))
 
 
@@ -83,7 +81,7 @@ def wait_until(place: Place, condition: Callable[[], bool]) -> None:
 def stop_holder(place: Place) -> None:
     """Stop the other process, which saves its step and exits with 75."""
     assert place.holder
-    place.holder.send_signal(signal.SIGTERM)
+    kill(place.holder.pid, signal.SIGTERM)
     assert place.holder.wait(30) == 75
 
 
@@ -101,7 +99,7 @@ def kill_rank(place: Place) -> None:
     assert place.holder
     wait_until(place, lambda: bool(place.checkpoints("held")))
     (rank,) = (pid for pid in children(place.holder.pid) if variable(pid, "RANK") == "1")
-    os.kill(rank, signal.SIGKILL)
+    kill(rank, signal.SIGKILL)
     assert place.holder.wait(60) == 1
 
 
@@ -225,7 +223,7 @@ def test_the_remedy_in_an_error_message_works(place: Place, row: Advice) -> None
         follow(place, row, lambda text: words_of(text, PORT=port))
     finally:
         if place.holder:
-            place.holder.kill()
+            kill(place.holder.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +241,7 @@ def test_the_remedy_in_the_line_of_an_interrupted_run_works(
         end(place)
     finally:
         assert place.holder
-        place.holder.kill()
+        kill(place.holder.pid, signal.SIGKILL)
     line = (place.path / "held.err").read_text().splitlines()[-1]
     remedy = "run.resume=auto" if resume.startswith("never") else "run.resume=runs/held"
     assert f"the same command with {remedy} " in line

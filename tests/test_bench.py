@@ -3,11 +3,12 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import bench
+from harness import bench, run_together
 from test_pack import encoded, photo
 
 ROOT = Path(__file__).parent.parent
@@ -65,7 +66,7 @@ def test_our_loop_is_compared_with_others() -> None:
 
 @pytest.mark.full
 def test_exact_mode_and_a_recipe_are_compared(digits: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
     words = (*SIZE, *MODEL, "run.exact=true", "exact.shards=4", "--only=plain", "--json")
     result = bench("loop", *words, launcher=torchrun)
     assert result.code == 0, result.err
@@ -86,13 +87,14 @@ def on_one_cpu() -> Iterator[None]:
 
 
 def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) -> str:
-    """Run parts on the CPU in miniature, where mlflow and docker cannot be imported."""
+    """Run parts on the CPU in miniature, as a user does, where mlflow and docker are missing."""
     for module in ("mlflow", "docker"):
         (tmp_path / f"{module}.py").write_text("raise ImportError\n")
     flags = [*(f"--only={part}" for part in parts), "--quick", "--batch=8", f"--images={photos}"]
     words = ("run.device=cpu", *MODEL[:2], "data.num_images=64", *more)
     file = tmp_path / "rows.txt"
-    result = bench("gpu", *flags, f"--write={file}", *words, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), *flags, f"--write={file}", *words]
+    result = run_together([command], [{"PYTHONPATH": f"{tmp_path}:{ROOT}"}])
     assert result.code == 0, result.err
     printed = result.out.splitlines()
     assert file.read_text().splitlines() == printed[:-1]

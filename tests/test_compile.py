@@ -38,6 +38,14 @@ def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, digits: Path) -> Non
 
 
 @needs_compiler
+def test_a_run_whose_graphs_are_compiled_by_a_function_resumes_bit_for_bit(
+    tmp_path: Path, digits: Path
+) -> None:
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "train.max_steps=4"]
+    assert_resumes(tmp_path, words, 2, nproc=1, prelude=compile_with("return graph"))
+
+
+@needs_compiler
 @pytest.mark.full
 def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=5", "train.epochs=2",
@@ -63,21 +71,19 @@ def compile_with(*body: str) -> str:
 
 
 @needs_compiler
-def test_a_signal_that_ends_the_compiler_is_no_permanent_failure(tmp_path: Path, digits: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [("os.kill(os.getpid(), signal.SIGTERM); raise RuntimeError('it was ended')", 75, "asked to stop before"),
+     ("raise OSError(16)", 1, "OSError")],
+)  # fmt: skip
+def test_what_ends_the_compiler_from_outside_is_no_permanent_failure(
+    tmp_path: Path, digits: Path, body: str, code: int, says: str
+) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
-    prelude = compile_with("os.kill(os.getpid(), signal.SIGTERM)", "raise RuntimeError('it was ended')")
-    run = Job(tmp_path / "run", words, prelude=prelude)
+    run = Job(tmp_path / "run", words, prelude=compile_with(body))
     result = run.run()
-    assert (result.code, "asked to stop before a step was made" in result.error) == (75, True), result.err
-    assert not (run.folder / FAILURE).exists()
-
-
-@needs_compiler
-def test_a_fault_of_the_machine_is_no_permanent_failure(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
-    run = Job(tmp_path / "run", words, prelude=compile_with("raise OSError(16)"))
-    result = run.run()
-    assert (result.code, "cannot be compiled" in result.err) == (1, False), result.err
+    assert (result.code, "cannot be compiled" in result.err) == (code, False), result.err
+    assert says in result.err
     assert not (run.folder / FAILURE).exists()
 
 

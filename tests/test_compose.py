@@ -53,8 +53,7 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file"),
-    [("mlflow", ""), ("trainer", ""), ("postgres", ".postgres"), ("store", ".s3")],
+    ("name", "file"), [("mlflow", ""), ("trainer", ""), ("postgres", ".postgres"), ("store", ".s3")]
 )
 def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
     found = service(name, f"docker-compose{file}.yml")

@@ -142,12 +142,12 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
         server.check_points(run)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("refused", "held", "arrived"),
-    [("logged-models/search", {"model"}, PARTS - {"model"}),
+    [pytest.param("logged-models/search", {"model"}, PARTS - {"model"}, marks=pytest.mark.full),
      ("runs/set-tag", {"description", "figures"}, {"inputs", "files", "model"}),
-     (r"PUT .* \d{6,}$", {"files", "model"}, {"description", "inputs", "figures"})],
+     pytest.param(r"PUT .* \d{6,}$", {"files", "model"}, {"description", "inputs", "figures"},
+                  marks=pytest.mark.full)],
     ids=["models", "tags", "large uploads"],
 )  # fmt: skip
 def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(

@@ -177,8 +177,7 @@ def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], co
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "processes"),
-    [(4, None, 4), (4, "0,2", 2), (4, "", 2), (4, "-1", 2), (0, None, 2)],
+    ("gpus", "visible", "processes"), [(4, None, 4), (4, "0,2", 2), (4, "", 2), (4, "-1", 2), (0, None, 2)]
 )
 def test_make_train_starts_a_process_for_each_visible_gpu(
     tmp_path: Path, gpus: int, visible: str | None, processes: int

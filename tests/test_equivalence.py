@@ -8,7 +8,8 @@ from equivalence import COMPILED, RECIPES, ROWS, Row, digest, outcomes, publishe
 from pipeline.addons.models.compilation import missing_to_compile
 
 needs_compiler = pytest.mark.skipif(bool(missing_to_compile()), reason=f"needs {missing_to_compile()}")
-SMALL_ROWS = tuple(row for row in ROWS if row.processes <= 2 and not row.name.endswith(", again"))
+SMALL_ROWS = [row for row in ROWS if row.processes <= 2 and not row.name.endswith(", again")]
+QUICK = ("one process", "torchrun", "two nodes", "exact, 2 processes", "fsdp, 2 processes", "2 stages")
 
 
 def test_the_page_has_every_row_and_recipe_and_rows_without_a_tolerance_are_identical() -> None:
@@ -17,8 +18,11 @@ def test_the_page_has_every_row_and_recipe_and_rows_without_a_tolerance_are_iden
     assert all(weights[row.name] == weights[row.against] for row in ROWS if not row.tolerance)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("row", SMALL_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [row if row.name in QUICK else pytest.param(row, marks=pytest.mark.full) for row in SMALL_ROWS],
+    ids=lambda row: row.name,
+)
 def test_a_row_of_up_to_two_processes_has_the_published_weights(
     row: Row, tmp_path: Path, digits: Path
 ) -> None:

@@ -37,20 +37,6 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     return run
 
 
-@pytest.mark.fault("F1")
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "world", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 4]
-)
-def test_exact_mode_gives_the_weights_of_one_process(
-    tmp_path: Path, digits: Path, one_process: Job, world: int
-) -> None:
-    run = job(tmp_path / "run", digits, world)
-    assert run.run_in_forks().out == one_process.output()
-    metrics = ("train/loss", "train/top1", "val/")
-    assert run.journal(*metrics) == one_process.journal(*metrics)
-
-
 @pytest.mark.fault("F1", ci=1, long=20)
 @pytest.mark.parametrize("worlds", [(3, 2), pytest.param((4, 2, 3, 1), marks=pytest.mark.full)])
 def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(

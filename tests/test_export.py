@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, free_port, pipeline, quick, save_checkpoint
+from harness import SMALL, Job, free_port, quick, save_checkpoint
 
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml
@@ -57,9 +57,8 @@ def test_only_a_regular_file_is_written_by_default_in_the_folder_of_the_run(
 
 
 def test_a_missing_library_is_named(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['onnxscript'] = None\n")
     words = ("export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"))
-    result = pipeline(*words, PYTHONPATH=str(tmp_path))
+    result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None")
     assert result.code == 2
     assert result.error.endswith("pip install onnxscript")
     assert not (tmp_path / "out").exists()

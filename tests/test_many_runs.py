@@ -9,8 +9,6 @@ from harness import SMALL, Job, bench, kill, quick
 from mlflow.entities import Run
 from server import Server, tracked_job
 
-pytestmark = pytest.mark.full
-
 
 def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
     return tracked_job(folder, digits, f"track.uri={server.uri}", "train.max_steps=8", *more)
@@ -23,6 +21,7 @@ def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Jo
     return run, server.run_of(run)
 
 
+@pytest.mark.full
 def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: Path, server: Server) -> None:
     words = [word for word in SMALL if not word.startswith("track.uri")]
     result = bench(

@@ -20,7 +20,6 @@ from pipeline.config.load import load
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError
 
-MUTATIONS = 300
 MAX_SECONDS = 30
 MAX_KIB = 512 * 1024
 MARKERS = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 0xDD, 0xE7, 0xFF)]
@@ -70,9 +69,9 @@ def bombs() -> list[bytes]:
     ]
 
 
-@pytest.mark.full
 @pytest.mark.fault("E1", ci=1, long=10)
-def test_a_mutated_jpeg_is_decoded_or_named(seed: int, jpegtran: str) -> None:
+def test_a_mutated_jpeg_is_decoded_or_named(seed: int, full: bool, jpegtran: str) -> None:
+    count = 300 if full else 60
     images = [photo(200, 300), photo(97, 61)]
     kinds: list[dict[str, int]] = [
         {"subsampling": 0},
@@ -83,7 +82,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int, jpegtran: str) -> None:
     seeds += [jpeg_restarts.with_restarts(data) or data for data in seeds]
     rng = np.random.default_rng(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], rng) for i in range(MUTATIONS)]):
+    for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], rng) for i in range(count)]):
         start = time.monotonic()
         try:
             picture = Picture.open(data)
@@ -106,12 +105,12 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int, jpegtran: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_KIB
 
 
-@pytest.mark.full
 @pytest.mark.fault("E1", ci=1, long=10)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_mutated_pack_is_read_correctly_or_refused(
-    tmp_path: Path, level: str, seed: int, jpegtran: str
+    tmp_path: Path, level: str, seed: int, full: bool, jpegtran: str
 ) -> None:
+    count = 300 if full else 30
     folder = tmp_path / "images"
     for number in range(6):
         path = folder / ("val" if number < 2 else "train") / "ab"[number % 2] / f"{number}.jpg"
@@ -123,7 +122,7 @@ def test_a_mutated_pack_is_read_correctly_or_refused(
     expected = [np.asarray(open_source(config).train.read(i)).tobytes() for i in range(4)]
     files = {name: (damaged / name).read_bytes() for name in ("pack.json", "pack.index", "train-0000.tar")}
     rng, refused = np.random.default_rng(seed), 0
-    for number in range(MUTATIONS):
+    for number in range(count):
         name = sorted(files)[rng.integers(3)]
         (damaged / name).write_bytes(mutated(files[name], rng))
         try:
@@ -138,6 +137,5 @@ def test_a_mutated_pack_is_read_correctly_or_refused(
         except RequestError:
             refused += 1
         (damaged / name).write_bytes(files[name])
-    assert (
-        MUTATIONS / 2 < refused < MUTATIONS
-    )  # a shard is verified image by image, so not every mutation is refused
+    # a shard is verified image by image, so not every mutation is refused
+    assert count / 2 < refused < count

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Result, environment, free_port, pipeline, run_together
+from harness import SMALL, Result, environment, free_port, quick, run_together
 
 from pipeline.addons.run import portable
 from pipeline.addons.run.portable import VARIABLES, portability
@@ -43,7 +43,7 @@ def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_differenc
     assert set_before == here
     start = json.loads((tmp_path / "here" / "receipt.json").read_text())["starts"][0]
     assert start["portable"] == "yes"
-    again = pipeline("evaluate", str(tmp_path / "here"))
+    again = quick("evaluate", str(tmp_path / "here"))
     assert again.done["weights"] == here.removeprefix("sha256:")
 
 

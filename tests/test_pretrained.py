@@ -16,7 +16,6 @@ from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 
 
-@pytest.mark.full
 def test_a_run_starts_with_the_weights_of_another_and_frozen_ones_stay_bit_identical(
     tmp_path: Path, digits: Path
 ) -> None:

@@ -1,8 +1,9 @@
 """A rank whose weights diverge is found before the next save, and a slow rank is named."""
 
-import subprocess
-import sys
+import os
+import time
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,31 @@ from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
 
 
-def job(folder: Path, digits: Path, nproc: int, *more: str, **env: str) -> Job:
+def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=24",
              "checkpoint.every=4 steps", "evaluate.every=24 steps"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=nproc, env=env)
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
-def inject(folder: Path, rank: int, code: str) -> str:
-    """Make a folder for PYTHONPATH with which `rank` runs `code` at its start; return its path."""
-    lines = "\n".join(f"    {line}" for line in code.splitlines())
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '{rank}':\n{lines}\n")
-    return str(folder)
-
-
-def flip(step: int) -> str:
-    """Return code that flips the lowest bit of one weight in the update of `step`."""
-    return f"""\
-import torch
+FLIP = """
+import os, torch
 original, calls = torch.optim.SGD.step, []
+
 def flipping(self, *arguments, **options):
     result = original(self, *arguments, **options)
     calls.append(1)
-    if len(calls) == {step}:
+    if (os.environ["RANK"], len(calls)) == ("{rank}", 10):  # the lowest bit of one weight
         self.param_groups[0]["params"][1].data.view(torch.int32).view(-1)[3] ^= 1
     return result
-torch.optim.SGD.step = flipping"""
+
+torch.optim.SGD.step = flipping
+"""
 
 
 def diverged(tmp_path: Path, digits: Path, nproc: int, rank: int, *more: str) -> tuple[Job, Result]:
     """Run a job in which `rank` has a flipped bit after step 10."""
-    run = job(tmp_path / "run", digits, nproc, *more, PYTHONPATH=inject(tmp_path / "site", rank, flip(10)))
+    run = job(tmp_path / "run", digits, nproc, *more)
+    run.prelude = FLIP.format(rank=rank)
     return run, run.run()
 
 
@@ -60,7 +55,7 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
     assert "Traceback" not in result.err
     if full:
-        run.env = {}
+        run.prelude = ""
         assert run.run().done == job(tmp_path / "uninterrupted", digits, 3).run_in_forks().done, (
             "the same command resumes"
         )
@@ -82,18 +77,18 @@ def test_weights_are_compared_before_every_save(tmp_path: Path, digits: Path, ex
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
-@pytest.mark.full
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path) -> None:
-    slow = """\
-import time, torch.nn.functional as functional
+    run = job(tmp_path / "run", digits, 2, "train.max_steps=6", "track.every=2 steps")
+    run.prelude = """
+import os, time, torch.nn.functional as functional
 original = functional.cross_entropy
+
 def slow(*arguments, **options):
-    time.sleep(0.3)
+    time.sleep(0.3 * int(os.environ["RANK"]))
     return original(*arguments, **options)
-functional.cross_entropy = slow"""
-    site = inject(tmp_path / "site", 1, slow)
-    more = ("train.max_steps=6", "track.every=2 steps")
-    run = job(tmp_path / "run", digits, 2, *more, PYTHONPATH=site)
+
+functional.cross_entropy = slow
+"""
     result = run.run()
     assert result.code == 0, result.err
     assert result.err.count(" is slow: ") == result.err.count("rank 1 is slow") == 1, result.err
@@ -101,37 +96,32 @@ functional.cross_entropy = slow"""
     assert slowest == [1.0] * 3
 
 
-JOIN = """
-import os, sys, time
-import torch
-from pipeline.group import Group
-from pipeline.world import World
-
-rank = int(sys.argv[1])
-time.sleep(8 * (rank == 0))
-world = World(rank=rank, size=2, local_rank=rank, local_size=2, init_method=sys.argv[2])
-group = Group(world, torch.device("cpu"), 4, restore_s=100)
-print("joined", flush=True)
-if rank == 0:
-    time.sleep(12)
-else:
-    try:
+def join(rank: int, place: str, answers: Any) -> None:
+    """Join a group of two whose collectives may take 2 s, rank 0 after 4 s."""
+    time.sleep(4 * (rank == 0))
+    world = World(rank=rank, size=2, local_rank=rank, local_size=2, init_method=place)
+    group = Group(world, torch.device("cpu"), 2, restore_s=100)
+    answers.put("joined")
+    if rank == 0:
+        time.sleep(60)
+    with pytest.raises(RuntimeError):
         group.any_rank(False)
-    except RuntimeError:
-        print("the collective timed out", flush=True)
-os._exit(0)
-"""
+    answers.put("the collective timed out")
+    os._exit(0)
 
 
 def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
     """It may have to download the run from its mirror."""
-    place = f"tcp://127.0.0.1:{free_port()}"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", JOIN, rank, place], stdout=subprocess.PIPE, text=True)
-        for rank in "01"
-    ]
-    outputs = [process.communicate(timeout=100)[0] for process in ranks]
-    assert outputs == ["joined\n", "joined\nthe collective timed out\n"]
+    forks, place, found = get_context("fork"), f"tcp://127.0.0.1:{free_port()}", []
+    answers = forks.SimpleQueue()
+    late, early = (forks.Process(target=join, args=(rank, place, answers)) for rank in (0, 1))
+    late.start()
+    early.start()
+    early.join(60)
+    late.kill()
+    while not answers.empty():
+        found.append(answers.get())
+    assert found == ["joined", "joined", "the collective timed out"]
 
 
 def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank() -> None:

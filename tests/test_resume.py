@@ -3,12 +3,11 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
+import forked
 import pytest
-from harness import environment, quick, save_checkpoint
+from harness import environment, kill, quick, save_checkpoint
 from place import SMALL, Place
 
 from pipeline.addons.deploy.restart import config_after_restart
@@ -190,25 +189,23 @@ def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signal: bool) -> None:
     """Make reading hang, as on dead storage: a signal stops the run, or else the watchdog."""
-    program = f"""\
-import sys, time
-from pipeline.cli.main import main
+    prelude = """
+import time
 from pipeline.record import checkpoint_files
-checkpoint_files.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
-sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))
+checkpoint_files.read_verified = lambda path: open("reading", "w").close() or time.sleep(60)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=place.path, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout
-    assert process.stdout.readline() == "reading\n"
+    command = ["pipeline", "train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]
+    outputs = place.path / "out", place.path / "err"
+    process = forked.server().start(command, environment(), outputs, prelude, place.path)
+    while not (place.path / "reading").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
     start = time.monotonic()
     if by_signal:
-        process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == (75 if by_signal else 1), err
-    assert ("asked to stop before a step was made" if by_signal else "rank 0 made no progress for") in err
+        kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == (75 if by_signal else 1)
+    says = "asked to stop before a step was made" if by_signal else "rank 0 made no progress for"
+    assert says in outputs[1].read_text()
     assert time.monotonic() - start < (5 if by_signal else 30)
 
 

@@ -22,7 +22,7 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, environment, free_port, on_host, quick
+from harness import SMALL, Job, environment, free_port, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server, foreign_server, tracked_job
@@ -467,16 +467,23 @@ def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
         assert "secret" not in lines
 
 
+HOST = """
+import ctypes, socket
+assert ctypes.CDLL(None).unshare(0x14000000) == 0  # CLONE_NEWUSER | CLONE_NEWUTS
+socket.sethostname("{name}")
+"""
+
+
 @pytest.mark.parametrize("by_torchrun", [False, True], ids=["--nproc", "torchrun"])
 def test_a_training_on_one_machine_cannot_be_reached_from_another(
     by_torchrun: bool, tmp_path: Path, digits: Path
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1000"]
-    run = Job(tmp_path / "run", words, nproc=2, by_torchrun=by_torchrun)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing
         # by default gloo listens at the address of the host name, which is a container's network
-        run.prefix = on_host(probe.getsockname()[0])
+        prelude = HOST.format(name=probe.getsockname()[0])
+    run = Job(tmp_path / "run", words, nproc=2, by_torchrun=by_torchrun, prelude=prelude)
     try:
         run.start().wait_for_step(1)
         assert run.process

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,10 +44,15 @@ def reference(digits: Path) -> list[GlobalBatch]:
     return stream(digits, STEPS, "data.workers=0")[0]
 
 
+WAYS = ((1, 0, 4), (1, 2, 1), (2, 0, 2), (4, 2, 1))
+MORE_WAYS = [way for way in product((1, 2, 4), (0, 2, 4), (1, 2, 4)) if way not in WAYS]
+
+
 @pytest.mark.fault("F3")
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-@pytest.mark.parametrize("workers", [0, 2, 4])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world", "workers", "accumulate"),
+    [*WAYS, *(pytest.param(*way, marks=pytest.mark.full) for way in MORE_WAYS)],
+)
 def test_every_global_batch_is_the_same_however_it_is_made(
     digits: Path, reference: list[GlobalBatch], world: int, workers: int, accumulate: int
 ) -> None:

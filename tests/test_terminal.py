@@ -19,7 +19,7 @@ from pipeline.record.journal import final_status
 
 def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, digits: Path) -> None:
     command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", "train.epochs=2"]
-    command += ["run.threads=1", "track.uri=none", "track.report=false"]
+    command += ["model.arch=shufflenet_v2_x0_5", "run.threads=1", "track.uri=none", "track.report=false"]
     screen = bytearray()
     main, end = pty.openpty()
     fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))

@@ -32,8 +32,6 @@ WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2")
 ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": "A4", "loader worker": "A5"}
 Make = Callable[[Path], Job]
 Uninterrupted = Callable[[str, Make], Job]
-# each once in `make test`
-QUICK = {2: ("one rank", "launcher"), 3: ("all ranks", "inside a save", "loader worker")}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 
 
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=1, long=15)
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
 def test_killed_processes_end_with_the_same_bits(
     tmp_path: Path,
     digits: Path,
@@ -73,7 +71,7 @@ def test_killed_processes_end_with_the_same_bits(
     draw = random.Random(1000 * world + seed)
     # Each fault except the loss of a worker twice, with 4 processes once: restarts take long.
     repeated = ("one rank", "all ranks", "launcher", "inside a save") if world < 4 else ()
-    kinds = [*ROWS, *repeated] if full else QUICK[world]
+    kinds = [*ROWS, *(repeated if full else ())]
     expected = uninterrupted(f"processes {world}", make)
     run = make(tmp_path / "faulty", tracked).start()
     share = expected.step() // (len(kinds) + 1)

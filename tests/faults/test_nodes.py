@@ -247,9 +247,11 @@ def test_the_next_preflight_finds_that_the_loss_was_not_finite(make: Make) -> No
         assert nodes.start(0, "pipeline", "doctor").process.wait(60 * SHARING) == 3, nodes.log()
 
 
-@pytest.mark.full
 @pytest.mark.fault("L4", ci=1, long=3)
-@pytest.mark.parametrize("phase", ["preflight", "silent peer", "rendezvous"])
+@pytest.mark.parametrize(
+    "phase",
+    ["rendezvous", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("preflight", "silent peer"))],
+)
 def test_a_node_evicted_before_training_is_gone_in_seconds(
     make: Make, phase: str, seed: int, notes: Notes
 ) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from harness import SMALL, Job, children, command_line, kill, pipeline
+from harness import SMALL, Job, children, command_line, kill, quick
 
 from faults.ledger import Notes
 from pipeline.errors import RunError, TemporaryError
@@ -106,12 +106,13 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
     tmp_path: Path, digits: Path, by_torchrun: bool
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
-    run.by_torchrun = by_torchrun
-    if by_torchrun:
-        run.prefix = ["nohup"]
-    else:
+    run.by_torchrun = run.interpreter = by_torchrun
+    if not by_torchrun:
         run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    run.start().wait_for_step(2)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a new interpreter inherits it
+    run.start()
+    signal.signal(signal.SIGHUP, before)
+    run.wait_for_step(2)
     for pid in run.processes():
         kill(pid, signal.SIGHUP)
     run.wait_for_step(run.step() + 5)
@@ -124,11 +125,11 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_before_the_first_step_prints_one_line(
-    tmp_path: Path, digits: Path, number: int, seed: int
+    tmp_path: Path, digits: Path, number: int, seed: int, full: bool
 ) -> None:
     draw = random.Random(seed + number)
     run = job(tmp_path / "run", digits, "data.workers=0", nproc=2)
-    for longest in (0, 0.1, 0.5):
+    for longest in (0, 0.1, 0.5) if full else (0.1,):
         run.start().wait_until(run.ranks, "the first rank")
         time.sleep(draw.uniform(0, longest))
         assert run.process
@@ -140,7 +141,7 @@ def test_a_signal_to_the_launcher_before_the_first_step_prints_one_line(
 
 
 def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
-    tmp_path: Path, digits: Path, seed: int
+    tmp_path: Path, digits: Path, seed: int, full: bool
 ) -> None:
     """Stop a start while it reads its checkpoint, and at other instants.
 
@@ -151,7 +152,7 @@ def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
     run.arguments.append("train.max_steps=1")
     assert run.run().code == 0
     run.arguments.pop()
-    for instant in range(30):
+    for instant in range(30 if full else 6):
         call = ("operate.resume.decode_state", "operate.start.find", "train.session.build")[instant % 3]
         module, name = call.rpartition(".")[::2]
         run.prelude = (
@@ -289,7 +290,7 @@ def test_a_second_start_exits_75_and_names_the_holder(tmp_path: Path, digits: Pa
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):
-        second = pipeline("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=30)
+        second = quick("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=30)
         assert second.code == 75
         assert second.seconds < 20
         assert f"held by process {run.ranks()[0]}" in second.error

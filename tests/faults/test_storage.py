@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, kill, pipeline, read_rows, run_together
+from harness import SHARING, SMALL, Job, kill, pipeline, quick, read_rows, run_together
 from place import SMALL as PLACE
 from place import Place
 
@@ -135,7 +135,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line(
     else:
         (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
     run = job(small_disk / "run", digits)
-    result = pipeline(*run.train_words(), "--nproc", "2", timeout=100)
+    result = quick(*run.train_words(), "--nproc", "2", timeout=100)
     assert result.code == code
     assert f"{run.folder} cannot be written: {says.format(small_disk)}" in result.error
     notes.note(row)
@@ -212,9 +212,8 @@ def bad_images(run: Job) -> list[dict[str, object]]:
     return [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "bad image"]
 
 
-@pytest.mark.full
 @pytest.mark.fault("J3", ci=1, long=5)
-@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.long)])
 def test_a_run_waits_for_data_that_is_unreachable_for_a_while(
     tmp_path: Path, digits: Path, uninterrupted_folder: Job, seconds: int, seed: int
 ) -> None:
