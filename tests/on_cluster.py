@@ -17,7 +17,6 @@ RENDER="train.epochs=60".
 
 import argparse
 import contextlib
-import functools
 import io
 import json
 import math
@@ -192,19 +191,25 @@ def evict_while_waiting(run: Run) -> None:
     run.patch(parallelism=one(run.documents, "Job", "trainer")["spec"]["completions"])
 
 
-def shrink_and_grow(run: Run) -> float:
-    """Delete pod 1. Raises Failure unless training continues on 1 node, and later on 2 again."""
-    before = len(starts_of(run.wait_for_step(FAULT_STEP)))
-    pod = run.name(1)
-    seconds = run.disturb(lambda: run.cluster.kubectl("delete", "pod", pod, "--wait=false"))
-    run.wait("the Job to complete", run.is_complete)
-    counts = node_counts(run.wait("the journal", run.rows))[before:]
-    if 1 not in counts:
-        raise Failure(f"no start on 1 node after the loss of pod 1: the later starts have {counts} nodes")
-    if 2 not in counts[counts.index(1) :]:
-        raise Failure(f"no start on 2 nodes after that on 1: the later starts have {counts} nodes; {_LONGER}")
-    run.note = f"nodes of the later starts: {', '.join(map(str, counts))}"
-    return seconds
+def shrink_and_grow(step: int) -> Callable[[Run], float]:
+    """Delete pod 1: training continues on 1 node, and later on 2 again."""
+
+    def fault(run: Run) -> float:
+        before, counts = len(starts_of(run.wait_for_step(step))), list[int]()
+        pod = run.name(1)
+        seconds = run.disturb(lambda: run.cluster.kubectl("delete", "pod", pod, "--wait=false"))
+
+        def has_grown() -> bool:
+            rows = run.rows()
+            counts[:] = node_counts(rows)[before:]
+            return is_finished(rows) or (1 in counts and counts[-1] == 2)
+
+        run.wait("2 nodes to train again", has_grown)
+        if not (1 in counts and counts[-1] == 2):
+            raise Failure(f"no start on 1 node and then one on 2, but on {counts}; {_LONGER}")
+        return seconds
+
+    return fault
 
 
 def suspend(step: int) -> Callable[[Run], float]:
@@ -220,7 +225,7 @@ def suspend(step: int) -> Callable[[Run], float]:
 def in_turn(*faults: Callable[[Run], float]) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
         seconds = [fault(run) for fault in faults]
-        run.note = f"continued after {', '.join(f'{s:.0f}' for s in seconds)} s"
+        run.note = f"{', '.join(f'{s:.0f}' for s in seconds)} s"
         return max(seconds)
 
     return fault
@@ -243,7 +248,7 @@ def sync(run: Run) -> None:
         raise Failure(f"the Job {job} is {outcome}")
 
 
-def darken(index: int, step: int = FAULT_STEP) -> Callable[[Run], float]:
+def darken(index: int, step: int = FAULT_STEP, *, to_the_end: bool = True) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
         run.wait_for_step(1)
         pod = run.pod(index)
@@ -253,6 +258,8 @@ def darken(index: int, step: int = FAULT_STEP) -> Callable[[Run], float]:
         with contextlib.ExitStack() as stack:
             stack.callback(shell, run.given.thaw, node)
             seconds = run.disturb(lambda: shell(run.given.freeze, node), DARK_S)
+            if not to_the_end:
+                return seconds
             run.wait("the old pod to be gone", lambda: run.is_gone(name))
             run.wait("the Job to complete", run.is_complete)
             before = run.cluster.hashes(run.run_name)
@@ -288,6 +295,7 @@ class Case:
 
 
 _EXACT = ("run.exact=true",)
+_ELASTIC = (*_EXACT, "--nodes", "1:2")
 CASES = {
     case.name: case
     for case in (
@@ -304,10 +312,11 @@ CASES = {
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
         Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"),
              "exact-one-process"),
-        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow, (*_EXACT, "--nodes", "1:2"),
+        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow(FAULT_STEP), _ELASTIC,
              "exact-one-process"),
-        Case("chained", "pod 0 deleted, the Job suspended, the node of pod 1 frozen",
-             in_turn(remove_pod(0, 20), suspend(50), darken(1, 80)), after=sync),
+        Case("in-turn", "elastic: node of pod 0 frozen and thawed, pod 1 deleted, suspended, pod 0 deleted",
+             in_turn(darken(0, 12, to_the_end=False), shrink_and_grow(40), suspend(85), remove_pod(0, 125)),
+             _ELASTIC, "exact-one-process"),
         Case("dark-node-0", "the node of pod 0 frozen, later thawed", darken(0), after=sync),
         Case("dark-node-1", "the node of pod 1 frozen, later thawed", darken(1), after=sync),
     )
@@ -317,16 +326,12 @@ CASES = {
 def render(given: argparse.Namespace, *words: str) -> list[Document]:
     """Return the documents that `pipeline k8s render` writes. Raises Failure."""
     fixed = ("--namespace", given.namespace, "--image", given.image, "--mlflow-image", given.mlflow_image)
-    texts = render_texts("digits", *WORDS, *fixed, *shlex.split(given.render), *words)
-    return [document for text in texts for document in yaml.safe_load_all(text)]
-
-
-@functools.cache
-def render_texts(*words: str) -> list[str]:
+    words = ("k8s", "render", "digits", *WORDS, *fixed, *shlex.split(given.render), *words)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        if pipeline(["k8s", "render", *words, "--out", folder]):
-            raise Failure(f"pipeline k8s render {shlex.join(words)} failed")
-        return [path.read_text() for path in sorted(Path(folder).glob("*.yaml"))]
+        if pipeline([*words, "--out", folder]):
+            raise Failure(f"pipeline {shlex.join(words)} failed")
+        texts = [path.read_text() for path in sorted(Path(folder).glob("*.yaml"))]
+    return [document for text in texts for document in yaml.safe_load_all(text)]
 
 
 def documents(case: Case, given: argparse.Namespace) -> list[Document]:
@@ -389,40 +394,40 @@ def check_mlflow(run: Run) -> str:
     twice = sorted(point for point, count in points.items() if count > 1)
     missing = sorted(expected - points.keys())
     if twice or missing:
-        raise Failure(
-            f"MLflow has {len(twice)} points twice and lacks {len(missing)}: {[*twice, *missing][:3]}"
-        )
+        raise Failure(f"MLflow has {len(twice)} points twice, lacks {len(missing)}: {[*twice, *missing][:3]}")
     return f"1 run, {len(points)} points"
 
 
-def chosen(only: list[str]) -> list[Case]:
+def chosen(given: argparse.Namespace) -> list[Case]:
     """Return the cases to run, with their references first."""
-    names = set(only or CASES)
-    names |= {CASES[name].reference for name in names}
+    names = set(given.only or CASES)
+    names |= set() if given.receipts else {CASES[name].reference for name in names}
     return [case for name, case in CASES.items() if name in names]
 
 
 def named(reference: str) -> Result:
     """Return the result of a reference as docs/receipts has it, from `make train` on CPUs."""
     receipt = json.loads((RECEIPTS / REFERENCES[reference] / "receipt.json").read_text())
-    return Result(reference, "passed", "docs/receipts", weights=receipt["done"].rpartition("weights=")[2])
+    return Result(reference, "passed", weights=receipt["done"].rpartition("weights=")[2])
 
 
-def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Result]) -> None:
+def run_all(
+    given: argparse.Namespace, cases: list[Case], results: dict[str, Result], references: dict[str, Result]
+) -> None:
     """Run the cases in a new namespace; delete it on every path."""
     evidence = Path("build") / time.strftime("cluster-test-%Y%m%d-%H%M%S")
     cluster = Cluster(given.namespace, evidence)
     try:
         cluster.make(one(render(given), "Namespace", given.namespace))
         for case in cases:
-            result, reference = results[case.name], results[case.reference]
+            result, reference = results[case.name], references[case.reference]
             if "frozen" in case.text and not (given.freeze and given.thaw):
                 result.why = "give --freeze and --thaw, the commands that stop and restart a node"
             elif reference.result != "passed" and case.name != case.reference:
                 result.why = f"its reference {case.reference} did not pass"
             else:
                 print(f"{case.name}: {case.text}", flush=True)
-                attempt(case, cluster, given, result, reference.weights or None)
+                attempt(Run(case, cluster, given), result, reference.weights or None)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -430,19 +435,17 @@ def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Res
         cluster.delete()
 
 
-def attempt(
-    case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None
-) -> None:
+def attempt(run: Run, result: Result, expected: str | None) -> None:
     """Run one case; save the evidence if it does not pass."""
     result.result, result.why = "failed", "interrupted"
     try:
-        train(Run(case, cluster, given), result, expected)
+        train(run, result, expected)
         result.result = "passed"
     except Failure as failure:
         result.why = str(failure)
     finally:
         if result.result != "passed":
-            print(f"  {result.why}; evidence is in {cluster.save_evidence(case.name)}", flush=True)
+            print(f"  {result.why}; evidence is in {run.cluster.save_evidence(run.case.name)}", flush=True)
     print(f"  {row(result)}", flush=True)
 
 
@@ -455,9 +458,8 @@ def row(result: Result) -> str:
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--image", default="", help="training image, in a registry of the cluster")
     add("--mlflow-image", default="", help="MLflow image, likewise")
@@ -481,14 +483,12 @@ def main(words: list[str] | None = None) -> int:
     if given.list:
         print("\n".join(f"{case.name:<23} {case.text}" for case in CASES.values()))
         return 0
-    cases = chosen(given.only)
-    if given.receipts:
-        cases = [case for case in cases if case.name not in REFERENCES]
+    cases = chosen(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = {name: named(name) for name in REFERENCES if given.receipts}
-    results |= {case.name: Result(case.name) for case in cases}
+    results = {case.name: Result(case.name) for case in cases}
+    references = {name: named(name) for name in REFERENCES} if given.receipts else results
     try:
-        run_all(given, cases, results)
+        run_all(given, cases, results, references)
     except Failure as failure:
         print(f"on_cluster: {failure}", file=sys.stderr)
         return 1
