@@ -91,7 +91,7 @@ test-containers: setup
 
 # on a real cluster, with kubectl: KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER="--cpu --single-node", ARGS="--only suspended"
 cluster-test: setup
-	$(BIN)/python tests/on_cluster.py --image "$(IMAGE)" --mlflow-image "$(MLFLOW_IMAGE)" --render "$(RENDER)" $(ARGS)
+	$(BIN)/python tests/on_cluster.py --image "$(IMAGE)" --mlflow-image "$(MLFLOW_IMAGE)" --render="$(RENDER)" $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

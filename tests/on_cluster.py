@@ -6,9 +6,8 @@ metric once. Everything happens in a namespace made for the test and deleted at 
 events and journals of a failed case are in build/cluster-test-TIME.
 
     make cluster-test IMAGE=… MLFLOW_IMAGE=… RENDER="--cpu --single-node"
-    make cluster-test ARGS=--dry-run     # render and check the manifests, without a cluster
 
-The dark-node cases need a third node, and two commands that stop and restart a node:
+in-turn and the dark-node cases need a third node, and two commands that stop and restart one:
 
     ARGS='--only dark-node-0 --freeze "docker pause {node}" --thaw "docker unpause {node}"'
 
@@ -18,7 +17,6 @@ RENDER="train.epochs=60".
 
 import argparse
 import contextlib
-import functools
 import io
 import json
 import math
@@ -31,19 +29,19 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from manifests import Document, one, problems, problems_alone
-from real_cluster import Cluster, Failure, helper
+from manifests import Document, one
+from real_cluster import Cluster, Failure
 
 from pipeline.cli.main import main as pipeline
 
-IMAGE = "registry.example/trainer:1"
+RECEIPTS = Path(__file__).parents[1] / "docs/receipts"
+REFERENCES = {"no-fault": "digits", "exact-one-process": "digits-exact"}
 WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 steps")
-NO_COMMANDS = "give --freeze and --thaw, the commands that stop and restart a node"
 POLL_S = 1.0
 FAULT_STEP, SECOND_FAULT_STEP = 40, 100
 DARK_S, STOPPED_S, MLFLOW_S, THAWED_S = 300, 15, 60, 30
@@ -156,9 +154,9 @@ def is_active(pod: dict[str, Any]) -> bool:
     return pod["status"].get("phase") in ("Pending", "Running")
 
 
-def remove_pod(index: int, *, by_eviction: bool = False) -> Callable[[Run], float]:
+def remove_pod(index: int, step: int = FAULT_STEP, *, by_eviction: bool = False) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
-        run.wait_for_step(FAULT_STEP)
+        run.wait_for_step(step)
         pod = run.name(index)
         if by_eviction:
             return run.disturb(lambda: run.cluster.evict(pod))
@@ -193,29 +191,44 @@ def evict_while_waiting(run: Run) -> None:
     run.patch(parallelism=one(run.documents, "Job", "trainer")["spec"]["completions"])
 
 
-def shrink_and_grow(run: Run) -> float:
-    """Delete pod 1. Raises Failure unless training continues on 1 node, and later on 2 again."""
-    before = len(starts_of(run.wait_for_step(FAULT_STEP)))
-    pod = run.name(1)
-    seconds = run.disturb(lambda: run.cluster.kubectl("delete", "pod", pod, "--wait=false"))
-    run.wait("the Job to complete", run.is_complete)
-    counts = node_counts(run.wait("the journal", run.rows))[before:]
-    if 1 not in counts:
-        raise Failure(f"no start on 1 node after the loss of pod 1: the later starts have {counts} nodes")
-    if 2 not in counts[counts.index(1) :]:
-        raise Failure(f"no start on 2 nodes after that on 1: the later starts have {counts} nodes; {_LONGER}")
-    run.note = f"nodes of the later starts: {', '.join(map(str, counts))}"
-    return seconds
+def shrink_and_grow(step: int) -> Callable[[Run], float]:
+    """Delete pod 1: training continues on 1 node, and later on 2 again."""
+
+    def fault(run: Run) -> float:
+        before, counts = len(starts_of(run.wait_for_step(step))), list[int]()
+        pod = run.name(1)
+        seconds = run.disturb(lambda: run.cluster.kubectl("delete", "pod", pod, "--wait=false"))
+
+        def has_grown() -> bool:
+            rows = run.rows()
+            counts[:] = node_counts(rows)[before:]
+            return is_finished(rows) or (1 in counts and counts[-1] == 2)
+
+        run.wait("2 nodes to train again", has_grown)
+        if not (1 in counts and counts[-1] == 2):
+            raise Failure(f"no start on 1 node and then one on 2, but on {counts}; {_LONGER}")
+        return seconds
+
+    return fault
 
 
-def suspend(run: Run) -> float:
-    slowest = 0.0
-    for step in (FAULT_STEP, SECOND_FAULT_STEP):
+def suspend(step: int) -> Callable[[Run], float]:
+    def fault(run: Run) -> float:
         run.wait_for_step(step)
         run.patch(suspend=True)
         run.wait("the suspended pods to be gone", lambda: not any(map(is_active, run.cluster.pods())))
-        slowest = max(slowest, run.disturb(lambda: run.patch(suspend=False)))
-    return slowest
+        return run.disturb(lambda: run.patch(suspend=False))
+
+    return fault
+
+
+def in_turn(*faults: Callable[[Run], float]) -> Callable[[Run], float]:
+    def fault(run: Run) -> float:
+        seconds = [fault(run) for fault in faults]
+        run.note = f"{', '.join(f'{s:.0f}' for s in seconds)} s"
+        return max(seconds)
+
+    return fault
 
 
 def remove_mlflow(run: Run) -> None:
@@ -235,16 +248,18 @@ def sync(run: Run) -> None:
         raise Failure(f"the Job {job} is {outcome}")
 
 
-def darken(index: int) -> Callable[[Run], float]:
+def darken(index: int, step: int = FAULT_STEP, *, to_the_end: bool = True) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
         run.wait_for_step(1)
         pod = run.pod(index)
         name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
         run.cluster.start_helper(run.documents, avoid_node=node)
-        run.wait_for_step(FAULT_STEP)
+        run.wait_for_step(step)
         with contextlib.ExitStack() as stack:
             stack.callback(shell, run.given.thaw, node)
             seconds = run.disturb(lambda: shell(run.given.freeze, node), DARK_S)
+            if not to_the_end:
+                return seconds
             run.wait("the old pod to be gone", lambda: run.is_gone(name))
             run.wait("the Job to complete", run.is_complete)
             before = run.cluster.hashes(run.run_name)
@@ -280,6 +295,7 @@ class Case:
 
 
 _EXACT = ("run.exact=true",)
+_ELASTIC = (*_EXACT, "--nodes", "1:2")
 CASES = {
     case.name: case
     for case in (
@@ -291,12 +307,16 @@ CASES = {
         Case("evicted-node-0", "pod 0 evicted", remove_pod(0, by_eviction=True)),
         Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting,
              parallelism=1),
-        Case("suspended", "the Job suspended and resumed, twice", suspend),
+        Case("suspended", "the Job suspended and resumed, twice",
+             in_turn(suspend(FAULT_STEP), suspend(SECOND_FAULT_STEP))),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
         Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"),
              "exact-one-process"),
-        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow, (*_EXACT, "--nodes", "1:2"),
+        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow(FAULT_STEP), _ELASTIC,
              "exact-one-process"),
+        Case("in-turn", "elastic: pod 1 deleted, pod 0 deleted, its node frozen and thawed, suspended",
+             in_turn(shrink_and_grow(8), remove_pod(0, 28), darken(0, 44, to_the_end=False), suspend(66)),
+             _ELASTIC, "exact-one-process"),
         Case("dark-node-0", "the node of pod 0 frozen, later thawed", darken(0), after=sync),
         Case("dark-node-1", "the node of pod 1 frozen, later thawed", darken(1), after=sync),
     )
@@ -306,16 +326,12 @@ CASES = {
 def render(given: argparse.Namespace, *words: str) -> list[Document]:
     """Return the documents that `pipeline k8s render` writes. Raises Failure."""
     fixed = ("--namespace", given.namespace, "--image", given.image, "--mlflow-image", given.mlflow_image)
-    texts = render_texts("digits", *WORDS, *fixed, *shlex.split(given.render), *words)
-    return [document for text in texts for document in yaml.safe_load_all(text)]
-
-
-@functools.cache
-def render_texts(*words: str) -> list[str]:
+    words = ("k8s", "render", "digits", *WORDS, *fixed, *shlex.split(given.render), *words)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        if pipeline(["k8s", "render", *words, "--out", folder]):
-            raise Failure(f"pipeline k8s render {shlex.join(words)} failed")
-        return [path.read_text() for path in sorted(Path(folder).glob("*.yaml"))]
+        if pipeline([*words, "--out", folder]):
+            raise Failure(f"pipeline {shlex.join(words)} failed")
+        texts = [path.read_text() for path in sorted(Path(folder).glob("*.yaml"))]
+    return [document for text in texts for document in yaml.safe_load_all(text)]
 
 
 def documents(case: Case, given: argparse.Namespace) -> list[Document]:
@@ -378,34 +394,41 @@ def check_mlflow(run: Run) -> str:
     twice = sorted(point for point, count in points.items() if count > 1)
     missing = sorted(expected - points.keys())
     if twice or missing:
-        raise Failure(
-            f"MLflow has {len(twice)} points twice and lacks {len(missing)}: {[*twice, *missing][:3]}"
-        )
+        raise Failure(f"MLflow has {len(twice)} points twice, lacks {len(missing)}: {[*twice, *missing][:3]}")
     return f"1 run, {len(points)} points"
 
 
-def chosen(only: list[str]) -> list[Case]:
+def chosen(given: argparse.Namespace) -> list[Case]:
     """Return the cases to run, with their references first."""
-    names = set(only or CASES)
-    names |= {CASES[name].reference for name in names}
+    names = set(given.only or CASES)
+    names |= set() if given.receipts else {CASES[name].reference for name in names}
     return [case for name, case in CASES.items() if name in names]
 
 
-def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Result]) -> None:
+def named(reference: str, step: int) -> Result:
+    """Return the result of a reference as docs/receipts has it, from `make train` on CPUs."""
+    receipt = json.loads((RECEIPTS / REFERENCES[reference] / "receipt.json").read_text())
+    (weights,) = [row["weights"] for row in receipt["evaluations"] if row["step"] == step]
+    return Result(reference, "passed", weights=weights)
+
+
+def run_all(
+    given: argparse.Namespace, cases: list[Case], results: dict[str, Result], references: dict[str, Result]
+) -> None:
     """Run the cases in a new namespace; delete it on every path."""
     evidence = Path("build") / time.strftime("cluster-test-%Y%m%d-%H%M%S")
     cluster = Cluster(given.namespace, evidence)
     try:
         cluster.make(one(render(given), "Namespace", given.namespace))
         for case in cases:
-            result, reference = results[case.name], results[case.reference]
-            if case.name.startswith("dark-node") and not (given.freeze and given.thaw):
-                result.why = NO_COMMANDS
+            result, reference = results[case.name], references[case.reference]
+            if "frozen" in case.text and not (given.freeze and given.thaw):
+                result.why = "give --freeze and --thaw, the commands that stop and restart a node"
             elif reference.result != "passed" and case.name != case.reference:
                 result.why = f"its reference {case.reference} did not pass"
             else:
                 print(f"{case.name}: {case.text}", flush=True)
-                attempt(case, cluster, given, result, reference.weights or None)
+                attempt(Run(case, cluster, given), result, reference.weights or None)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -413,19 +436,17 @@ def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Res
         cluster.delete()
 
 
-def attempt(
-    case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None
-) -> None:
+def attempt(run: Run, result: Result, expected: str | None) -> None:
     """Run one case; save the evidence if it does not pass."""
     result.result, result.why = "failed", "interrupted"
     try:
-        train(Run(case, cluster, given), result, expected)
+        train(run, result, expected)
         result.result = "passed"
     except Failure as failure:
         result.why = str(failure)
     finally:
         if result.result != "passed":
-            print(f"  {result.why}; evidence is in {cluster.save_evidence(case.name)}", flush=True)
+            print(f"  {result.why}; evidence is in {run.cluster.save_evidence(run.case.name)}", flush=True)
     print(f"  {row(result)}", flush=True)
 
 
@@ -437,54 +458,26 @@ def row(result: Result) -> str:
     return f"{result.case:<23} {result.result:<8} {' '.join(seconds)}  {'  '.join(filter(None, cells))}"
 
 
-def dry_run(given: argparse.Namespace, cases: list[Case]) -> list[str]:
-    """Render and check the manifests of every case; return the problems."""
-    found = []
-    for case in cases:
-        rendered = documents(replace(case, parallelism=None), given)
-        alone = [helper(rendered, "node-1"), *(render(given, "--sync", case.name) if case.after else [])]
-        lines = problems(rendered) + [line for document in alone for line in problems_alone(document)]
-        found += [f"{case.name}: {line}" for line in lines]
-        print(f"{case.name}: {len(rendered) + len(alone)} manifests", flush=True)
-    return found
-
-
 def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("--image", default="", help="training image, in a registry of the cluster")
     add("--mlflow-image", default="", help="MLflow image, likewise")
-    add(
-        "--render",
-        default="",
-        metavar="OPTIONS",
-        help="further options of `pipeline k8s render`, and key=value words",
-    )
+    add("--render", default="", metavar="OPTIONS", help="further options and words of `pipeline k8s render`")
     add("--namespace", default=f"ddp-pipeline-test-{secrets.token_hex(3)}", help="default: a new name")
-    add(
-        "--only",
-        action="append",
-        default=[],
-        choices=CASES,
-        metavar="CASE",
-        help="run this case; may be repeated",
-    )
+    add("--only", action="append", default=[], choices=CASES, metavar="CASE", help="run it; may be repeated")
     add("--limit", type=float, default=900, metavar="SECONDS", help="time limit of a case (default 900)")
     add("--freeze", metavar="COMMAND", help="stops a node: its name takes the place of {node}")
     add("--thaw", metavar="COMMAND", help="restarts the node")
+    add(
+        "--receipts", type=int, metavar="STEP", help="compare with docs/receipts (CPUs), and run no reference"
+    )
     add("--json", type=Path, metavar="FILE", help="write the results to this file")
     add("--list", action="store_true", help="list the cases")
-    add(
-        "--dry-run",
-        action="store_true",
-        help="render the manifests of the cases and check them; needs no cluster",
-    )
     given = parser.parse_args(words)
-    if not given.dry_run and not given.list and not (given.image and given.mlflow_image):
+    if not given.list and not (given.image and given.mlflow_image):
         parser.error("--image and --mlflow-image are required: images that the cluster can pull")
-    given.image, given.mlflow_image = given.image or IMAGE, given.mlflow_image or IMAGE
     return given
 
 
@@ -493,15 +486,12 @@ def main(words: list[str] | None = None) -> int:
     if given.list:
         print("\n".join(f"{case.name:<23} {case.text}" for case in CASES.values()))
         return 0
-    cases = chosen(given.only)
-    if given.dry_run:
-        found = dry_run(given, cases)
-        print("\n".join(found) or "all manifests are valid")
-        return int(bool(found))
+    cases = chosen(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = {case.name: Result(case.name) for case in cases}
+    references = {name: named(name, given.receipts) for name in REFERENCES} if given.receipts else results
     try:
-        run_all(given, cases, results)
+        run_all(given, cases, results, references)
     except Failure as failure:
         print(f"on_cluster: {failure}", file=sys.stderr)
         return 1
@@ -512,8 +502,6 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(row(result) for result in results.values()), flush=True)
         if given.json:
             given.json.write_text(json.dumps([asdict(result) for result in results.values()], indent=1))
-        if skipped := [name for name, result in results.items() if result.why == NO_COMMANDS]:
-            print(f"not run: {', '.join(skipped)} (give --freeze and --thaw)", flush=True)
     return int(any(result.result == "failed" for result in results.values()))
 
 

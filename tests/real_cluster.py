@@ -68,7 +68,7 @@ class Cluster:
         except subprocess.TimeoutExpired:
             raise Failure(f"kubectl {arguments[0]} {arguments[1]}: no answer in {timeout:g} s") from None
         except FileNotFoundError:
-            raise Failure("kubectl is not installed: install it, or use --dry-run") from None
+            raise Failure("kubectl is not installed") from None
         if done.returncode:
             raise Failure(f"kubectl {' '.join(arguments[:4])}: {' '.join(done.stderr.split())}")
         return done.stdout

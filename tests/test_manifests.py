@@ -209,12 +209,7 @@ PUBLIC = {"10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192
 @pytest.mark.parametrize(
     ("endpoint", "cidr", "peers", "port"),
     [
-        (
-            "https://storage.googleapis.com",
-            None,
-            {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}},
-            443,
-        ),
+        ("https://s3.example.org", None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
         ("http://10.0.0.5:9000", None, {"10.0.0.5/32": set()}, 9000),
         ("http://[fd00::5]", None, {"fd00::5/128": set()}, 80),
         ("https://s3.mine.internal", "10.1.0.0/16", {"10.1.0.0/16": set()}, 443),
@@ -301,10 +296,8 @@ def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, text:
 
 
 def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
-    words = [
-        *["k8s", "render", "digits", "--nodes", "4", "--cpu", "--nproc", "2", "batch.global=64", "--image"],
-        IMAGE,
-    ]
+    options = ("--nodes", "4", "--cpu", "--nproc", "2", "batch.global=64", "--image", IMAGE)
+    words = ["k8s", "render", "digits", *options]
     printed = pipeline(*words)
     written = pipeline(*words, "--out", str(tmp_path / "k8s"))
     assert (printed.code, written.code) == (0, 0)

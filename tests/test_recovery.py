@@ -57,12 +57,17 @@ class Api:
         context.load_cert_chain(account / "server.pem")
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
 
-    def add(self, name: str, ended_s_ago: float | None) -> None:
+    def add(self, name: str, ended_s_ago: float | None, why: str = "", ready: str = "True True") -> None:
+        """Add a pod; why: the reason of its deletion; ready: it, and its containers."""
         metadata = {"name": name, "uid": f"uid-of-{name}", "resourceVersion": "7"}
         if ended_s_ago is not None:
             end = NOW - timedelta(seconds=ended_s_ago)
             metadata |= {"deletionTimestamp": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
-        self.pods.append({"metadata": metadata, "spec": {"nodeName": "n2"}})
+        status = zip(("DisruptionTarget", "Ready", "ContainersReady"), ["True", *ready.split()], strict=True)
+        conditions = [{"type": name, "status": value, "reason": why} for name, value in status]
+        grace = {"deletionGracePeriodSeconds": 120}
+        pod = {"metadata": metadata | grace, "status": {"conditions": conditions}}
+        self.pods.append(pod | {"spec": {"nodeName": "n2"}})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -133,6 +138,17 @@ def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other(api: Api) -> N
     (api.account / "token").write_text("rotated")
     assert lines(api) == []
     assert api.requests[-1]["headers"][0] == "Bearer rotated"
+
+
+def test_a_running_pod_of_a_silent_node_is_not_given_its_grace_period(api: Api) -> None:
+    by_taint = "DeletionByTaintManager"
+    api.add("trainer-0-aaaaa", -104, by_taint, "True True")  # tainted by a person: it saves now
+    api.add("trainer-0-bbbbb", -104, by_taint, "False False")  # its kubelet has stopped it
+    api.add("trainer-0-ccccc", -104, "EvictionByEvictionAPI", "False True")
+    api.add("trainer-1-ddddd", -105, by_taint, "False True")  # deleted 15 s ago
+    api.add("trainer-1-x7k2p", -104, by_taint, "False True")
+    (line,) = lines(api)
+    assert line.startswith("pod trainer-1-x7k2p on node n2: it was due to end at 12:00:14Z, and ")
 
 
 @pytest.mark.parametrize("verb", ["GET", "PATCH"])

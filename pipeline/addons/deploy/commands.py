@@ -23,9 +23,9 @@ def add_commands(commands: Commands) -> None:
     _add_render(actions)
     add_command(
         actions, "recover", _recover, "in a cluster: let the Job replace the pods of a node that is lost",
-        "Mark each trainer pod of this namespace as Failed whose grace period ended 15 s ago and whose node"
-        " has not reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in"
-        " the pod of 60-recovery.yaml.",
+        "Mark each trainer pod of this namespace as Failed that should have ended 15 s ago and whose node has"
+        " not reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the"
+        " pod of 60-recovery.yaml.",
         "pipeline k8s recover",
     )  # fmt: skip
 
@@ -69,10 +69,8 @@ def _rehearse(options: argparse.Namespace) -> str | int:
 
     if options.data and not os.path.isdir(options.data):
         raise RequestError(f"--data {options.data} is not a folder")
-    faults = []
-    for fault in (*options.kill, *options.cut):
-        node, step, *seconds = re.split("[@:]", fault)
-        faults.append(Fault(int(node), int(step), *map(float, seconds)))
+    words = [re.split("[@:]", fault) for fault in (*options.kill, *options.cut)]
+    faults = [Fault(int(node), int(step), *map(float, seconds)) for node, step, *seconds in words]
     return rehearse(options, faults)
 
 
@@ -87,9 +85,8 @@ def _add_render(actions: Commands) -> None:
     add_flags(parser)
     help = "print only a Job that sends the run in /runs/RUN to MLflow, if it ended while MLflow was away"
     parser.add_argument("--sync", type=_run, default=None, metavar="RUN", help=help)
-    parser.add_argument(
-        "--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder"
-    )
+    help = "write one file per manifest to this folder"
+    parser.add_argument("--out", type=path, default=None, metavar="FOLDER", help=help)
 
 
 def _render(options: argparse.Namespace) -> str:

@@ -1,7 +1,8 @@
 """`pipeline k8s recover`: let the Job replace the pods of a node that has lost its power.
 
 Promise: a pod of the trainer that should have ended 15 s ago, and whose node has not reported its
-end, becomes Failed. No other pod is touched.
+end, becomes Failed. No other pod is touched. A running pod that Kubernetes deletes because its node
+is silent has no use for a grace period: it should have ended when it was deleted.
 
 A Job with `podReplacementPolicy: Failed` starts a replacement once the old pod is Failed. Only the
 kubelet of the pod's node reports that, so the Job waits for ever if the node is dead. This
@@ -32,8 +33,7 @@ from pipeline.files import parse_json
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The folder in which Kubernetes gives a pod its token, namespace and the API server's CA."""
-DELAY = timedelta(seconds=15)
-"""Time between the end of a pod's grace period and this controller's action."""
+DELAY = timedelta(seconds=15)  # between a pod's due end and this controller's action
 _POLL_S = 5
 _TIMEOUT_S = 10
 _MAX_ANSWER = 8 << 20  # bytes: about 800 pods, for which 128 MiB of memory are enough
@@ -69,8 +69,7 @@ class ApiServer:
             self._port = int(os.environ["KUBERNETES_SERVICE_PORT"])
             self.namespace = (account / "namespace").read_text(encoding="utf-8").strip()
         except (KeyError, ValueError, OSError):
-            missing = f"KUBERNETES_SERVICE_HOST or {account} is missing"
-            problem = f"this is not a pod with a service account: {missing}"
+            problem = f"this is not a pod with a service account: no KUBERNETES_SERVICE_HOST, or no {account}"
             raise RequestError(problem, "apply 60-recovery.yaml of 'pipeline k8s render'") from None
 
     def request(
@@ -100,7 +99,7 @@ def end_overdue_pods(api: ApiServer) -> list[str]:
     lines = []
     try:
         pods, now = api.request("GET", f"pods?{_SELECTOR}")
-        overdue = [pod for pod in pods["items"] if _is_overdue(pod["metadata"], now)]
+        overdue = [pod for pod in pods["items"] if now - _due(pod, now) > DELAY]
     except Exception as error:  # of the connection, or of an answer that is not what it should be
         return [_failure("list the pods", error)]
     for pod in overdue:
@@ -115,27 +114,31 @@ def _failure(what: str, error: Exception) -> str:
     return f"cannot {what}: {one_line(error, 500) or type(error).__name__}; trying again"
 
 
-def _is_overdue(metadata: dict[str, str], now: datetime) -> bool:
-    # deletionTimestamp includes the grace period; both times are the API server's
-    end = metadata.get("deletionTimestamp")
-    return end is not None and now - datetime.fromisoformat(end) > DELAY
+def _due(pod: dict[str, Any], now: datetime) -> datetime:
+    """Return when the pod has to have ended, at the API server's clock; `now` if it need not."""
+    metadata, conditions = pod["metadata"], pod.get("status", {}).get("conditions", [])
+    if not (end := metadata.get("deletionTimestamp")):  # it includes the grace period
+        return now
+    marks = {mark for c in conditions for mark in (f"{c['type']}={c['status']}", c.get("reason"))}
+    # the node controller sets Ready, and nothing else, to False once a node is silent
+    is_silent = {"DeletionByTaintManager", "Ready=False", "ContainersReady=True"} <= marks
+    grace = metadata["deletionGracePeriodSeconds"] if is_silent else 0
+    return datetime.fromisoformat(end) - timedelta(seconds=grace)
 
 
 def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
     """Mark the pod as Failed, then delete it; return the line for the log."""
     metadata, node = pod["metadata"], pod.get("spec", {}).get("nodeName", "none")
-    name, uid, end = metadata["name"], metadata["uid"], metadata["deletionTimestamp"]
-    message = f"its grace period ended at {end}, and node {node} has not reported its end"
+    name, uid = metadata["name"], metadata["uid"]
+    message = f"it was due to end at {_due(pod, now):%H:%M:%SZ}, and node {node} has not reported its end"
     # the Job's podFailurePolicy does not count a pod with this condition
     condition = {
         "type": "DisruptionTarget", "status": "True", "reason": "DeletionByRecovery", "message": message,
         "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }  # fmt: skip
-    failed = {
-        "phase": "Failed", "reason": "NodeDidNotAnswer", "message": message, "conditions": [condition],
-    }  # fmt: skip
+    status = {"phase": "Failed", "reason": "NodeDidNotAnswer", "message": message, "conditions": [condition]}
     # only to the version that was listed: a pod that has ended since stays as it is
-    patch = {"metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]}, "status": failed}
+    patch = {"metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]}, "status": status}
     api.request("PATCH", f"pods/{name}/status", patch, "application/strategic-merge-patch+json")
     never_a_later_pod = {"preconditions": {"uid": uid}, "gracePeriodSeconds": 0}
     api.request("DELETE", f"pods/{name}", {"apiVersion": "v1", "kind": "DeleteOptions", **never_a_later_pod})
