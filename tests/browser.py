@@ -106,9 +106,8 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", **size)
         # Expand the sections that a previous page has collapsed.
         self._call("Storage.clearDataForOrigin", origin=url.partition("/#")[0], storageTypes="local_storage")
-        self._call(
-            "Page.navigate", url="about:blank"
-        )  # a change of only the fragment would not load the page
+        # a change of only the fragment would not load the page
+        self._call("Page.navigate", url="about:blank")
         self._call("Page.navigate", url=url)
         self._wait_for("location.protocol !== 'about:' && document.readyState === 'complete'")
 

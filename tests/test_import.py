@@ -106,9 +106,8 @@ def test_a_pack_of_the_archives_is_the_pack_of_their_folder(archives: Path, tmp_
     line = import_imagenet(archives, tmp_path / "from archives", "lossless")
     assert line.startswith(f"packed {tmp_path / 'from archives'}: 16 images in 2 shards")
     found = [file_digests(tmp_path / name) for name in ("from folder", "from archives")]
-    assert all(
-        found[0][name] == found[1][name] for name in found[0] if name != "pack.json"
-    )  # names its source
+    # pack.json names its source
+    assert all(found[0][name] == found[1][name] for name in found[0] if name != "pack.json")
 
 
 def test_missing_miscounted_or_truncated_archives_are_refused(

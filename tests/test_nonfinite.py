@@ -29,9 +29,8 @@ class Run:
         """Train one step; return True, without an update, if the guard found a bad loss."""
         step = self.trainer.step
         loss = step.forward_backward(iter([self.batch]))
-        loss = (
-            loss * torch.nan if with_nan else loss
-        )  # gradients stay finite: only the guard can stop the update
+        # gradients stay finite: only the guard can stop the update
+        loss = loss * torch.nan if with_nan else loss
         is_bad = self.state.loss_guard.check(self.state.step + 1, loss, step.used)
         if not is_bad:
             step.apply_gradients()

@@ -10,8 +10,6 @@ import pytest
 from harness import quick
 
 from pipeline import machine
-from pipeline.addons.datasets.balance import class_shares
-from pipeline.addons.ops.plan_table import table
 from pipeline.config.load import load
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize, Plan
@@ -225,9 +223,3 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     ):
         assert f"  {row}" in result.out
     assert not list(tmp_path.iterdir())
-
-
-def test_a_balanced_plan_says_how_often_each_class_is_drawn() -> None:
-    plan = plan_of("data.balance=sqrt", "batch.global=100", data=DataSize(1100, 10, 3))
-    assert class_shares("sqrt", [900, 100, 100]) == pytest.approx([0.6, 0.2, 0.2])
-    assert "images drawn with replacement, data.balance=sqrt" in table(plan)

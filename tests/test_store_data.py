@@ -288,9 +288,8 @@ def test_processes_and_starts_share_the_cache(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
     words = ("data.source=pack", "data.workers=2", f"data.cache={tmp_path / 'cache'}")
-    expected, _ = stream(
-        packed, range(29), "data.source=pack", "data.workers=0"
-    )  # all but 45 images of an epoch
+    # all but 45 images of an epoch
+    expected, _ = stream(packed, range(29), "data.source=pack", "data.workers=0")
     assert stream(place, range(29), *words, world=2)[0] == expected  # type: ignore[arg-type]
     asked = ranged_reads(fault_proxy)
     assert stream(place, range(29), *words, world=1)[0] == expected  # type: ignore[arg-type]

@@ -145,9 +145,7 @@ class _Memory:
         try:
             os.posix_fallocate(file, 0, num_bytes)  # else a full memory would be a bus error
         except OSError as error:
-            print(
-                f"a loader worker has no memory for its batch: {error.strerror}", file=sys.stderr, flush=True
-            )
+            print(f"a loader worker has no memory: {error.strerror}", file=sys.stderr, flush=True)
             os._exit(CRASH)  # another process may make it
         self.mappings[number : number + 1] = [mmap.mmap(file, num_bytes)]
         return number, file

@@ -85,9 +85,8 @@ class Split:
         names = self.names.tobytes()
         if not fits or b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
             return False
-        places = [
-            match.start() for match in re.finditer(rb"\.(?=\.)", names)
-        ]  # few names hold two dots at all
+        # few names hold two dots at all
+        places = [match.start() for match in re.finditer(rb"\.(?=\.)", names)]
         suspects = np.unique(np.searchsorted(self.ends, places, side="right"))
         return not any(b".." in self.name(i).split(b"/") for i in suspects.tolist())
 

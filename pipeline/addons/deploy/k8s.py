@@ -108,9 +108,8 @@ def _complete(request: RenderOptions) -> tuple[RenderOptions, Config]:
         if config.data.source == "pack" and not str(config.data.root).startswith("s3://"):
             words.append(f"data.root={store}/data")
         if not config.checkpoint.mirror:
-            words.append(
-                f"checkpoint.mirror={store}$(RUN_DIR)"
-            )  # RUN_DIR is /runs/NAME: a mirror holds one run
+            # RUN_DIR is /runs/NAME: a mirror holds one run
+            words.append(f"checkpoint.mirror={store}$(RUN_DIR)")
         request = replace(request, store=store)
     request = replace(request, overrides=[*request.overrides, *words])
     return request, load(request.recipe, [*request.overrides, "run.dir=/runs"])  # in a pod: RUN_DIR

@@ -50,8 +50,7 @@ def check_resume_is_auto(config: Config) -> None:
 def allowed_nodes(config: Config, min_nodes: int | None, max_nodes: int, nproc: int) -> tuple[int, ...]:
     """Return the numbers of nodes from `min_nodes` to `max_nodes` whose processes divide the batch.
 
-    min_nodes: None: not an elastic job, (). Raises RequestError if there is none. nproc: processes
-    of a node.
+    () if the job is not elastic. Raises RequestError if there is none. nproc: processes of a node.
     """
     found, error = [], None
     for nodes in range(min_nodes, max_nodes + 1) if min_nodes else ():

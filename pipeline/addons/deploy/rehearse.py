@@ -26,7 +26,7 @@ import docker
 from docker import DockerClient
 from pipeline.addons.deploy import node as node_settings
 from pipeline.config.load import load
-from pipeline.errors import CRASH, OK, NotFiniteError, RequestError, StorageError, one_line
+from pipeline.errors import CRASH, OK, PERMANENT, RequestError, one_line
 from pipeline.guards.signals import handle
 from pipeline.operate.request import from_exit_code
 
@@ -35,7 +35,6 @@ _POLL_S = 0.5
 _BACK_OFF_S = 1.0
 _API_TIMEOUT_S = 60
 _COMMAND = f'pipeline doctor "$@" && exec {" ".join(node_settings.COMMAND)} "$@"'
-_PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 
 
 class Fault(NamedTuple):
@@ -129,7 +128,7 @@ class Cluster:
                 continue
             if isinstance(code, Exception):
                 raise code
-            if code in _PERMANENT:  # of the preflight: torchrun exits with 1
+            if code in PERMANENT:  # of the preflight: torchrun exits with 1
                 line = self._last_lines.get(node, f"node {node} exited with {code}")
                 raise from_exit_code(code)(line.removeprefix("pipeline: "))
             if code == OK and node == 0:  # rank 0 leaves last: the training is done

@@ -80,9 +80,8 @@ class Evaluator:
         # a column for each image, see `_count`
         counts = torch.zeros((7, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
-        in_training = [
-            module for module in self._model.modules() if module.training
-        ]  # frozen modules are not
+        # frozen modules are not
+        in_training = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             with torch.inference_mode(), _fixed_kernels(), autocast(device, self._config.train.precision):

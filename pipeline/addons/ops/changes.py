@@ -9,6 +9,7 @@ from pipeline.addons.datasets.folders import changes
 from pipeline.addons.datasets.manifest import find_cached_index
 from pipeline.addons.datasets.sources import data_root
 from pipeline.addons.models.functions import meta_model
+from pipeline.addons.ops.fixed_keys import differences
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first
@@ -26,11 +27,7 @@ def refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -
     """Raise RequestError if the weights do not fit the model that this start builds."""
     before = _shapes(contents["model"])
     now = _shapes(meta_model(config.model, len(contents["classes"])).state_dict())
-    changed = [
-        f"{name} {before.get(name, 'missing')} -> {now.get(name, 'missing')}"
-        for name in before | now
-        if before.get(name) != now.get(name)
-    ]
+    changed = differences(before, now)
     if changed:
         raise RequestError(
             f"model.arch={config.model.arch} is not the model in {path}: {list_first(changed, 1)}",

@@ -19,12 +19,7 @@ only grow, see `refuse_changes`.
 
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
-    old, new = _fixed_keys(before), _fixed_keys(now)
-    changed = [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
+    changed = differences(_fixed_keys(before), _fixed_keys(now))
     if now.train.epochs < before.train.epochs:
         epochs = f"train.epochs: {before.train.epochs} -> {now.train.epochs}"
         changed.append(f"{epochs} (it can only be increased)")
@@ -37,6 +32,12 @@ def refuse_changes(before: Config, now: Config) -> None:
             other = "or "
         problem = f"{what} with another configuration: {'; '.join(changed)}"
         raise RequestError(problem, f"restore these keys, {other}{now.start_again}")
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return `key: value before -> value now` for each key that differs."""
+    keys = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    return [f"{key}: {before.get(key, 'missing')} -> {now.get(key, 'missing')}" for key in keys]
 
 
 def training_keys(config: Config) -> dict[str, Any]:

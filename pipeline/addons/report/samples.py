@@ -81,12 +81,10 @@ class ToReport(Listener):
         self._keep(lambda: write_page(self._folder))
 
     def _draw(self) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
-        }
-        environment[STARTED_BY_RUN] = "1"
+        env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        env[STARTED_BY_RUN] = "1"
         command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
-        subprocess.run(command, env=environment, capture_output=True, timeout=_DRAWING_TIMEOUT_S, check=True)
+        subprocess.run(command, env=env, capture_output=True, timeout=_DRAWING_TIMEOUT_S, check=True)
 
     def _keep(self, save: Callable[[], object]) -> None:
         self._folder.check_ours()
