@@ -111,6 +111,12 @@ PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 """Exit codes that a retry of the same request would end with again."""
 
 
+def from_exit_code(code: int) -> type[RunError]:
+    """Return the error class of an exit code; RunError for a code without a class."""
+    kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
+    return next((kind for kind in kinds if kind.code == code), RunError)
+
+
 def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
     """Return the error of `what`, which is no image, if its storage is out of reach, else None."""
     if error.errno not in _OUTAGE_ERRORS:

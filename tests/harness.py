@@ -392,8 +392,8 @@ def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2,
 
 def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
     """Write a checkpoint into a run's folder, and return its path."""
-    from pipeline.addons.run.journal import checkpoint_of_step
     from pipeline.record.checkpoint import CheckpointWriter  # imports torch
+    from pipeline.record.checkpoint_files import checkpoint_of_step
     from pipeline.record.folder import RunFolder
 
     folder = RunFolder(run)
@@ -401,7 +401,7 @@ def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
     writer = CheckpointWriter(folder, 1, print, lambda _: None)
     writer.save(contents, step, None)
     writer.wait()
-    path = checkpoint_of_step(folder, step)
+    path = checkpoint_of_step(folder.checkpoints, step)
     assert path, "the checkpoint was not saved, see above"
     return path
 

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 import pipeline
 from pipeline.lazy import addon
+from pipeline.parallel import _KINDS
 
 PACKAGE = Path(pipeline.__file__).parent
 FILES = {
@@ -23,10 +25,10 @@ ROOMS = re.findall(r"\w+", re.search(r"__main__,[\w\s,]+files", pipeline.__doc__
 
 CEILINGS = {  # what a person must read: figures only fall. The open targets of version 0.3 stand beside them.
     "train.step": 2_500,  # 2,500 lines in the modules that it imports, also indirectly: met
-    "train.session": 5_525,  # 5,000
+    "train.session": 5_000,  # 5,000: met
     "data.loader": 1_900,  # 1,900: met
-    "core": 7_145,  # 6,500 lines: all but addons/
-    "pipeline": 21_070,  # 15,000
+    "core": 6_885,  # 6,500 lines: all but addons/
+    "pipeline": 21_065,  # 15,000
     "tests": 20_645,  # 17,000
     "file": 400,  # lines in one file of pipeline/
     "parameters": 6,  # 6 of one function
@@ -172,10 +174,12 @@ def test_the_core_imports_no_addon() -> None:
         assert not {name for name in imported_from_package(module) if room(name) == "addons"}, module
 
 
-def test_each_part_of_an_addon_that_is_asked_for_by_name_exists() -> None:
+def test_each_addon_that_is_asked_for_by_name_exists() -> None:
     text = "\n".join(path.read_text() for path in FILES.values())
-    for name, attribute in re.findall(r"""addon\(["']([\w.]+)["']\)\.(\w+)""", text):
-        assert hasattr(addon(name), attribute), f"{name}.{attribute}"
+    asked = re.findall(r"""\baddon\(["']([\w.]+)["']\)(?:\.(\w+))?""", text)
+    assert len(asked) > 60
+    assert not [part for part in asked if not hasattr(addon(part[0]), part[1] or "__file__")]
+    assert all(map(resolve_name, _KINDS.values()))
 
 
 def test_only_their_own_modules_import_mlflow_docker_and_clients_of_stores() -> None:

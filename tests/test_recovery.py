@@ -63,11 +63,10 @@ class Api:
         if ended_s_ago is not None:
             end = NOW - timedelta(seconds=ended_s_ago)
             metadata |= {"deletionTimestamp": end.strftime("%Y-%m-%dT%H:%M:%SZ")}
-        status = zip(("DisruptionTarget", "Ready", "ContainersReady"), ["True", *ready.split()], strict=True)
-        conditions = [{"type": name, "status": value, "reason": why} for name, value in status]
+        kinds = zip(("DisruptionTarget", "Ready", "ContainersReady"), ["True", *ready.split()], strict=True)
+        status = {"conditions": [{"type": kind, "status": value, "reason": why} for kind, value in kinds]}
         grace = {"deletionGracePeriodSeconds": 120}
-        pod = {"metadata": metadata | grace, "status": {"conditions": conditions}}
-        self.pods.append(pod | {"spec": {"nodeName": "n2"}})
+        self.pods.append({"metadata": metadata | grace, "status": status, "spec": {"nodeName": "n2"}})
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -116,13 +116,10 @@ def test_shapes_that_a_network_cannot_take_are_refused() -> None:
 def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, digits: Path) -> None:
     words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
     prelude = """
-from pipeline.errors import StorageError
-from pipeline.operate import resume
-
+import pipeline.errors, pipeline.operate.start
 def fail(folder):
-    raise StorageError("the disk is full", "make room")
-
-resume.set_aside = fail
+    raise pipeline.errors.StorageError("the disk is full", "make room")
+pipeline.operate.start.set_aside = fail
 """
     result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
     assert result.code == 4, result.err

@@ -46,9 +46,9 @@ def augment(picture: Picture, options: Options, size: int, seed: int, key: Sampl
         crop = resize_image(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
     if options.policy != "none":
+        policies = addon("datasets.policies")
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
             torch.default_generator.manual_seed(derive(seed, "policy", *_address(key)))
-            policies = addon("datasets.policies")
             for transform in policies.transforms_of(options.policy, options.magnitude, options.erase):
                 crop = transform(crop)
     elif options.erase:

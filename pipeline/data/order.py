@@ -81,7 +81,8 @@ class Order:
             draws = torch.rand(
                 (2, count), generator=generator(self._seed, "balance", epoch), dtype=torch.float64
             )
-            return self._classes.samples(draws.numpy())  # type: ignore[no-any-return]
+            drawn: tuple[Ids, Ids] = self._classes.samples(draws.numpy())
+            return drawn
         # 18 ms for the 1.28 M images of ImageNet
         permutation = torch.randperm(count, generator=generator(self._seed, "order", epoch)).numpy()
         return permutation, np.broadcast_to(np.int64(0), count)

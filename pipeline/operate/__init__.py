@@ -1,1 +1,1 @@
-"""A run from its command to its processes: checks of the request, restarts, launch, evaluation."""
+"""A run from its command to the settled training: checks, early stops, what to resume from."""

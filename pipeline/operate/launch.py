@@ -42,7 +42,9 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         with freeze_imports():
             from pipeline.operate.start import run_rank
 
-            addon("datasets.images")  # before loader workers are forked, and the receipt names the decoder
+            # before loader workers are forked; and the receipt names the decoder
+            addon("datasets.images")
+            addon("datasets.policies")
         return run_rank(config, here, folder, stop, checked, mirror)
     except RunError:
         if mirror and checked:  # it is still open after an error before the first step

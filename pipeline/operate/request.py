@@ -15,7 +15,7 @@ from pipeline import machine
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
-from pipeline.errors import NotFiniteError, RequestError, RunError, StorageError, TemporaryError
+from pipeline.errors import RequestError, RunError, from_exit_code
 from pipeline.files import parse_json
 from pipeline.lazy import addon
 from pipeline.operate.torch_settings import FIXED_ORDER_ALGORITHM
@@ -97,12 +97,6 @@ def _load_failure(folder: Path, request: str) -> RunError | None:
         if saved["request"] == request:
             return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
     return None
-
-
-def from_exit_code(code: int) -> type[RunError]:
-    """Return the error class of an exit code; RunError for a code without a class."""
-    kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
-    return next((kind for kind in kinds if kind.code == code), RunError)
 
 
 def check_device(config: Config, here: World) -> str:

@@ -22,10 +22,9 @@ from pipeline.group import JOIN_ADVICE, Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.lazy import addon
-from pipeline.operate import resume
 from pipeline.operate.early_stop import exit_on_signal, raise_on_signal
 from pipeline.operate.request import Checked
-from pipeline.operate.resume import VerifiedCheckpoint, broadcast_contents, find
+from pipeline.operate.resume import VerifiedCheckpoint, broadcast_contents, find, set_aside
 from pipeline.operate.torch_settings import configure_torch
 from pipeline.plan import Plan
 from pipeline.planning import divide_resources, make_plan, request_digest
@@ -103,7 +102,7 @@ class Rank:
     def _set_aside(self) -> RunError | None:
         """Move an earlier run's files into a subfolder; return the error if that fails."""
         try:
-            aside = resume.set_aside(self._folder)
+            aside = set_aside(self._folder)
         except RunError as error:
             return error
         moved = f"moved the contents of {self._folder.path} to {aside}"

@@ -1,1 +1,1 @@
-"""The records of a run: checkpoints, journal, trace, receipt, figures, terminal output, MLflow."""
+"""The folder of a run: its lock, checkpoints, journal and saved failure; and the terminal."""

@@ -143,9 +143,9 @@ def train_to_end(trainer: Trainer) -> Evaluation:
         group.shutdown()
         raise
     except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
-        is_start = state.step < first_step + _FIRST_STEPS
-        explain = addon("models.memory").explain_shortage
-        shortage = explain(error, config, plan, first_step) if is_start else None
+        shortage = None
+        if state.step < first_step + _FIRST_STEPS:
+            shortage = addon("models.memory").explain_shortage(error, config, plan, first_step)
         if shortage:
             job.folder.check_ours()
             save_failure(job.folder.path, shortage, job.request)

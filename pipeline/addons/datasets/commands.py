@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from pipeline.addons.datasets.names import is_bucket
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
 from pipeline.errors import RequestError
@@ -145,7 +144,7 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _place(text: str) -> Path | Store:
-    if is_bucket(text):
+    if text.startswith("s3://"):
         return Store(text)
     if "://" in text:
         raise RequestError(f"{text} is not allowed", "give a folder, or s3://bucket/prefix")

@@ -52,11 +52,6 @@ def class_of(folder: bytes | str) -> str:
     return printable_name(name)
 
 
-def is_bucket(place: object) -> bool:
-    """Return True for s3://…, False for a path of this machine."""
-    return str(place).startswith("s3://")
-
-
 def printable_name(name: bytes | str) -> str:
     """Return a file name as one printable line: other bytes are escaped."""
     text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")

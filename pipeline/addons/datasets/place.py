@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.addons.datasets.file_errors import is_non_empty_folder
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import find_cached_index
-from pipeline.addons.datasets.names import is_bucket, printable_name
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import data_root, open_source
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
@@ -53,7 +53,7 @@ def _check_is_there(config: Config, before: Config | None, digest: str | None) -
     """
     root = config.data.root
     is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
-    if root is None or is_bucket(root) or not is_same:
+    if root is None or config.is_in_store or not is_same:
         return
     lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
     if is_non_empty_folder(Path(root)):

@@ -11,6 +11,10 @@ _LIMITS = {"cuda": 1 << 30, "cpu": 1 << 28}
 """Most bytes of each split's images that a process keeps on its device, with data.resident=auto."""
 
 
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def why_not(config: Config, plan: Plan, world: World) -> str:
     """Return why the training images do not live on the device, or "" if they do.
 
@@ -52,7 +56,3 @@ def resident_bytes(config: Config, plan: Plan, device_type: str) -> int:
 
 def _bytes(images: int, size: int) -> int:
     return images * 3 * size**2
-
-
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

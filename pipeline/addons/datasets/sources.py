@@ -12,7 +12,6 @@ from pipeline.addons.datasets import manifest, pack, synthetic
 from pipeline.addons.datasets.file_errors import open_regular, raise_if_outage, read_error
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import MISSING, Index, SplitImages
-from pipeline.addons.datasets.names import is_bucket
 from pipeline.config.schema import Config
 from pipeline.data.interface import Images, Source, UnreadableError
 from pipeline.errors import RequestError
@@ -64,7 +63,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     if config.data.source == "synthetic":
         return synthetic.synthetic_source(config)
     root = data_root(config)
-    if "://" in str(config.data.root) and not is_bucket(config.data.root):
+    if "://" in str(config.data.root) and not config.is_in_store:
         raise RequestError(f"data.root={config.data.root} is not a folder", "copy the data to this machine")
     if config.data.source == "pack":
         index = open_pack(config)
@@ -86,7 +85,7 @@ def received_source(config: Config, data: bytes) -> Source:
 
 def open_pack(config: Config) -> Index:
     """Return the index of a pack. Raises RequestError, OutageError."""
-    if is_bucket(config.data.root):
+    if config.is_in_store:
         from pipeline.addons.store import remote
 
         return remote.open_index(str(config.data.root))
@@ -104,7 +103,7 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
     """
     train: Images
     val: Images
-    if is_bucket(place):
+    if str(place).startswith("s3://"):
         from pipeline.addons.store import remote
 
         cache = Path(config.data.cache) if config and config.data.cache else None

@@ -243,6 +243,6 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
 
 
 def _scalar(text: str) -> str:
-    """Return a recipe as a value of the ConfigMap: with its own lines, unless that changes it."""
+    """Return a recipe as a value of the ConfigMap, with its own lines if a block can hold them."""
     value = yaml.safe_dump(f"{text.rstrip()}\n", default_style="|", width=math.inf, allow_unicode=True)
     return indent(value, "  ").strip()

@@ -26,9 +26,8 @@ import docker
 from docker import DockerClient
 from pipeline.addons.deploy import node as node_settings
 from pipeline.config.load import load
-from pipeline.errors import CRASH, OK, PERMANENT, RequestError, one_line
+from pipeline.errors import CRASH, OK, PERMANENT, RequestError, from_exit_code, one_line
 from pipeline.guards.signals import handle
-from pipeline.operate.request import from_exit_code
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5

@@ -2,6 +2,7 @@
 
 It is a POSIX record lock (`fcntl.lockf`): the kernel drops it when its holder dies, however that
 happens, and forked loader workers do not inherit it. A start that finds it held exits with code 75.
+(A pack, which workers write, is locked by `lock` alone, and they inherit that.)
 
 A frozen process (SIGSTOP, a cgroup's freezer) keeps its lock, and so does the NFS client of a
 machine without power until the server's lease ends. So the holder refreshes the file's time every

@@ -1,4 +1,4 @@
-"""The MLflow server of a run: named by a key, by a variable, or a database beside the run."""
+"""The MLflow server of a run: named by a key, a variable, or a file beside it. Names of models."""
 
 import os
 import re

@@ -1,7 +1,7 @@
-"""Models that are not torchvision's: those of timm, and those that a function of the user returns.
+"""Models of timm, models that a function of the user returns, and any model without values.
 
-Promise: only code that the user named runs here (`trust`). timm is imported only for
-`timm/NAME`, and gets no argument that makes it fetch or open a file.
+Promise: only code that the user named runs here (`trust`). timm is imported only for `timm/NAME`,
+and gets no argument that makes it fetch or open a file.
 """
 
 import importlib

@@ -36,7 +36,7 @@ def refuse_changes(before: Config, now: Config) -> None:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return `key: value before -> value now` for each key that differs."""
-    keys = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    keys = [key for key in before | now if before.get(key) != now.get(key)]
     return [f"{key}: {before.get(key, 'missing')} -> {now.get(key, 'missing')}" for key in keys]
 
 

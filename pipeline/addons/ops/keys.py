@@ -1,4 +1,4 @@
-"""The help text of the configuration's keys, and the error lines for invalid keys and values."""
+"""The keys for people: help texts, the errors of invalid keys and values, words of `model.args`."""
 
 import re
 import sys

@@ -32,9 +32,8 @@ def _plan(options: argparse.Namespace) -> str:
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
     plan = make_plan(config, this_machine.resized(options.world, options.nodes), data_size(config))
 
-    from pipeline.addons.models.functions import (
-        meta_model,  # imports torch: last, so that errors come at once
-    )
+    # imports torch: last, so that errors come at once
+    from pipeline.addons.models.functions import meta_model
 
     model = meta_model(config.model, plan.num_classes)
     parameters = sum(param.numel() for param in model.parameters())

@@ -25,8 +25,7 @@ from pipeline.addons.models.trust import check_is_trusted, check_place_is_truste
 from pipeline.addons.ops.compare import compare
 from pipeline.addons.ops.run import Run
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
-from pipeline.operate.request import from_exit_code
+from pipeline.errors import RequestError, TemporaryError, from_exit_code, one_line, printable_line
 from pipeline.supervision import die_with_parent
 
 

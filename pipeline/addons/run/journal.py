@@ -1,11 +1,11 @@
-"""The rows of a run's journal: those from which all other records can be made again."""
+"""The rows of a run's journal, from which most other records can be made again, and its trace."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import BadImage
-from pipeline.record.checkpoint_files import list_checkpoints, step_of
+from pipeline.record.checkpoint_files import checkpoint_of_step
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, JsonLines, events, read
 from pipeline.supervision import launch_id
@@ -64,7 +64,7 @@ class ToJournal(Listener):
 
     def ended(self, end: End) -> None:
         self._log_mirror()
-        path = end.best and checkpoint_of_step(self._folder, end.best.step)
+        path = end.best and checkpoint_of_step(self._folder.checkpoints, end.best.step)
         best = {"step": end.best.step, "file": path.name} if end.best and path else None
         self._event("ended", status=end.status, step=end.step, line=end.line, best=best)
 
@@ -94,8 +94,3 @@ class ToTrace(Listener):
         # an error is not logged: the journal is on the same disk and logs its own
         row = {"step": update.step, "epoch": update.epoch, "ids": update.sample_ids}
         self._lines.append({**row, "batch_sha256": update.batch_sha256})
-
-
-def checkpoint_of_step(folder: RunFolder, step: int) -> Path | None:
-    """Return the newest checkpoint of that step, or None."""
-    return next((path for path in list_checkpoints(folder.checkpoints) if step_of(path) == step), None)

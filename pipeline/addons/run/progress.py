@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from pipeline.addons.ops.credentials import without_password
-from pipeline.addons.run.journal import checkpoint_of_step
 from pipeline.errors import BadImage
 from pipeline.lazy import addon
+from pipeline.record.checkpoint_files import checkpoint_of_step
 from pipeline.record.terminal import Terminal
 from pipeline.supervision import process_stat
 from pipeline.train.evaluation import Evaluation
@@ -91,7 +91,7 @@ def describe_evaluation(found: Evaluation) -> str:
 def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
     """Return the last lines of a finished run, by name."""
     config, folder, best = job.config, job.folder, end.best
-    file = best and checkpoint_of_step(folder, best.step)
+    file = best and checkpoint_of_step(folder.checkpoints, best.step)
     rows = {}
     if best is None:
         rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
