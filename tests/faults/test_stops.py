@@ -124,19 +124,22 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_before_the_first_step_prints_one_line(
+def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
     tmp_path: Path, digits: Path, number: int, seed: int, full: bool
 ) -> None:
     draw = random.Random(seed + number)
     run = job(tmp_path / "run", digits, "data.workers=0", nproc=2)
     for longest in (0, 0.1, 0.5) if full else (0.1,):
+        before = run.step()
         run.start().wait_until(run.ranks, "the first rank")
         time.sleep(draw.uniform(0, longest))
         assert run.process
         kill(run.process.pid, number)
         result = run.wait()
         assert result.code == 75, result.err
-        assert "asked to stop before a step was made" in result.error
+        # a rank that is forked with all imports may have made a step by then
+        made = f": step {run.step()} is saved" if run.step() > before else " before a step was made"
+        assert f"asked to stop{made}" in result.error
         run.wait_gone(1)
 
 
