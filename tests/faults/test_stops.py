@@ -137,7 +137,6 @@ def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
         kill(run.process.pid, number)
         result = run.wait()
         assert result.code == 75, result.err
-        # a rank that is forked with all imports may have made a step by then
         made = f": step {run.step()} is saved" if run.step() > before else " before a step was made"
         assert f"asked to stop{made}" in result.error
         run.wait_gone(1)
