@@ -172,7 +172,7 @@ def test_a_function_whose_model_has_other_shapes_is_refused(place: Place) -> Non
     code.write_text(NET.format(width=16))
     for command in (place.doctor, place.train):
         status, err = command(*words, "train.max_steps=2")
-        assert (status, "0.weight [8, 3, 3, 3] -> [16, 3, 3, 3] and 6 more" in err) == (2, True), err
+        assert (status, "0.weight: [8, 3, 3, 3] -> [16, 3, 3, 3] and 6 more" in err) == (2, True), err
 
 
 def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
