@@ -41,7 +41,7 @@ class Images(Protocol):
 
     @property
     def labels(self) -> NDArray[np.int32]:
-        """The class of each image, [N]."""
+        """The class of each image, [N]; with several labels a picture, see `Source.label_sets`."""
 
     def __len__(self) -> int: ...
     def name(self, i: int) -> str: ...
@@ -69,3 +69,6 @@ class Source:
     val: Images
     index: Any = None
     """The index of a folder or pack (`addons.datasets.index`). Rank 0 sends it to the others."""
+    label_sets: tuple[tuple[int, ...], ...] = ()
+    """With several labels a picture: each set of classes that an image has, as sorted numbers. The
+    label of an image is then the number of its set. Empty: one class a picture."""

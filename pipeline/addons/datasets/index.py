@@ -64,10 +64,10 @@ class Split:
         """Return the SHA-256 of image i as SHA256SUMS has it."""
         return self.sums[32 * i : 32 * i + 32].tobytes()
 
-    def is_valid(self, num_classes: int) -> bool:
+    def is_valid(self, num_labels: int) -> bool:
         """Return True if the arrays fit together and no name leads out of the root.
 
-        An index file may be hostile.
+        An index file may be hostile. num_labels: see `Index.num_labels`.
         """
         count = len(self)
         if count == 0:
@@ -80,7 +80,7 @@ class Split:
             and bool((self.ends[1:] > self.ends[:-1]).all())  # np.diff would wrap
             and int(self.ends[-1]) == len(self.names)
             and int(self.labels.min()) >= 0
-            and int(self.labels.max()) < num_classes
+            and int(self.labels.max()) < num_labels
         )
         names = self.names.tobytes()
         if not fits or b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
@@ -180,17 +180,25 @@ class Index:
     """See `data.orientation`."""
     ignored: dict[str, int] = field(default_factory=dict)
     """Number of files and folders that are left out, by the reason."""
+    label_sets: tuple[tuple[int, ...], ...] = ()
+    """See `interface.Source.label_sets`."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the classes and all arrays of both splits."""
-        digest = hashlib.sha256(json.dumps(self.classes).encode())
+        """SHA-256 over the classes, the sets of labels if there are any, and all arrays."""
+        named = [self.classes, self.label_sets] if self.label_sets else self.classes
+        digest = hashlib.sha256(json.dumps(named).encode())
         for split in (self.train, self.val):
             for name, array in vars(split.with_normal_names()).items():
                 if name != "places" or len(array):
                     digest.update(b"%d;" % array.nbytes)
                     digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+    @property
+    def num_labels(self) -> int:
+        """The number of values that an image's label may have."""
+        return len(self.label_sets or self.classes)
 
     @property
     def is_split_by_hash(self) -> bool:
@@ -228,11 +236,13 @@ class Index:
         It holds a magic number, the length and text of a JSON header, and the arrays.
         """
         arrays = [array for split in (self.train, self.val) for array in vars(split).values()]
-        head = {
+        head: dict[str, Any] = {
             "classes": self.classes, "sums": self.sums, "folders": self.folders, "upright": self.upright,
             "val_split": self.hold_out.share, "split_by": self.hold_out.by, "ignored": self.ignored,
             "arrays": [[array.dtype.str, len(array)] for array in arrays],
         }  # fmt: skip
+        if self.label_sets:
+            head["label_sets"] = self.label_sets
         text = json.dumps(head).encode()
         text += b" " * (-(len(_MAGIC) + 8 + len(text)) % 8)
         parts = [_MAGIC, len(text).to_bytes(8, "little"), text]
@@ -263,9 +273,12 @@ class Index:
                 # version 0.2, which wrote no such entries, split by file and turned no image
                 HoldOut(float(head["val_split"]), head.get("split_by", "file")), head.get("upright", False),
                 {reason: int(count) for reason, count in head.get("ignored", {}).items()},
+                tuple(tuple(map(int, labels)) for labels in head.get("label_sets", [])),
             )  # fmt: skip
             texts = [*index.classes, *index.ignored]
-            is_valid = all(text.isprintable() for text in texts) and b"\0" not in b"".join(
+            labels = {label for labels in index.label_sets for label in labels}
+            is_valid = labels <= set(range(len(index.classes)))
+            is_valid &= all(text.isprintable() for text in texts) and b"\0" not in b"".join(
                 map(os.fsencode, index.folders)
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -91,7 +91,7 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
         try:
             with open(path, "rb", opener=file_errors.open_regular) as file:
                 index = Index.from_bytes(np.memmap(file, np.uint8, "r"))
-            is_valid = all(split.is_valid(len(index.classes)) for split in (index.train, index.val))
+            is_valid = all(split.is_valid(index.num_labels) for split in (index.train, index.val))
         except (OSError, ValueError):
             continue
         if is_valid and index.digest.startswith(path.name.partition(".")[0]):

@@ -141,7 +141,7 @@ def open_index(root: Path | Store) -> Index:
     index = _read_index(root, summary["index"])
     for split in (index.train, index.val):
         # whoever wrote both files can make the digest match
-        if len(split.places) != 3 * len(split) or not split.is_valid(len(index.classes)):
+        if len(split.places) != 3 * len(split) or not split.is_valid(index.num_labels):
             raise _damaged(root, f"the parts of {INDEX} contradict each other")
     sizes = _shard_sizes(root, summary)
     for shard in summary["shards"]:

@@ -114,7 +114,7 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
     else:
         train = FolderImages(Path(place), index.train, upright=index.upright)
         val = FolderImages(Path(place), index.val, upright=index.upright)
-    return Source(index.size, index.digest, index.classes, train, val, index)
+    return Source(index.size, index.digest, index.classes, train, val, index, index.label_sets)
 
 
 def ensure_digits(config: Config) -> None:
