@@ -1,9 +1,11 @@
 """Start real runs for tests as a user starts them, watch the files they write, and kill them."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -102,6 +104,18 @@ def run_together(
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
+def make_database(path: Path) -> None:
+    """Make MLflow's SQLite file unless it is there: its tables take seconds, and are made once."""
+    empty = Path(os.environ["TMPDIR"], "mlflow.db")  # see conftest.py: one folder for all workers
+    if not path.exists():
+        with open(empty.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not empty.exists():
+                words = ["-m", "mlflow", "db", "upgrade", f"sqlite:///{empty}"]
+                subprocess.run([sys.executable, *words], check=True, capture_output=True)
+        shutil.copyfile(empty, path)
+
+
 def _needs_interpreter(env: dict[str, str]) -> bool:
     """Return True if a variable differs that a fork does not read again."""
     now, then = (
@@ -193,6 +207,9 @@ class Job:
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         env = environment(**self.env)
+        for word in self.arguments:
+            if word.startswith(uri := "track.uri=sqlite:///"):
+                make_database(Path(word.removeprefix(uri)))
         if not (self.interpreter or _needs_interpreter(self.env)):
             self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
             return self

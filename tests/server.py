@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 import mlflow
-from harness import SMALL, Job, environment, free_port, read_rows
+from harness import SMALL, Job, environment, free_port, make_database, read_rows
 from mlflow.entities import LoggedModel, Run
 
 
@@ -41,6 +41,8 @@ class Server:
         self.client = mlflow.MlflowClient(self.uri)
 
     def start(self) -> "Server":
+        if self.python == sys.executable:
+            make_database(self.folder / "mlflow.db")
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
                 [self.python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),

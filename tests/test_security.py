@@ -22,7 +22,7 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, environment, free_port, quick
+from harness import SMALL, Job, environment, free_port, make_database, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server, foreign_server, tracked_job
@@ -503,6 +503,7 @@ def test_a_training_imports_nothing_from_the_current_folder(tmp_path: Path, digi
     words = tracked_job(
         Path("run"), digits, "track.uri=sqlite:///mlflow.db", "train.max_steps=2"
     ).train_words()
+    make_database(tmp_path / "mlflow.db")
     for command in ([*words, "--nproc", "2"], *([["verify", "run"]] if full else [])):
         done = subprocess.run(
             [sys.executable, script, *command],
