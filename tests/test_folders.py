@@ -148,7 +148,8 @@ def rows(folders: dict[str, Callable[[Path], None]], place: Path) -> list[list[s
         ends = {name: ENDS.get(result.code, f"exit {result.code}") for name, result in done.items()}
         if done["predict"].code == 0:
             ends["predict"] = f"{len(done['predict'].out.splitlines())} images"
-        made.append([name, said(check), *ends.values()])
+        used = [ends[name] for name in ("plan", "train", "pack")]
+        made.append([name, said(check), used[0] if len({*used}) == 1 else ", ".join(used), ends["predict"]])
     return made
 
 
@@ -159,7 +160,7 @@ def said(check: Result) -> str:
 
 
 def table(made: list[list[str]]) -> str:
-    head = ["the folder", "`data check` says", "plan", "train", "predict", "pack"]
+    head = ["the folder", "`data check` says", "plan, train, pack", "predict"]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *made))
 
 
