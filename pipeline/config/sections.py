@@ -13,6 +13,7 @@ from pipeline.config.values import (
     Absent,
     Arguments,
     BelowOne,
+    Columns,
     Count,
     Duration,
     DurationField,
@@ -75,12 +76,19 @@ class Run(Section):
 
 
 class Data(Section):
-    source: Literal["folder", "pack", "digits", "synthetic"] = "folder"
-    """folder: images in class folders; pack: what 'pipeline data pack' made from such a folder;
-    digits: 1,797 real handwritten digits, created on first use; synthetic: generated patterns."""
+    source: Literal["folder", "table", "pack", "digits", "synthetic"] = "folder"
+    """folder: images in class folders; table: images that data.table lists; pack: what 'pipeline
+    data pack' made from one of them; digits: 1,797 real handwritten digits, created on first use;
+    synthetic: generated patterns."""
     root: OrNone[Place] = None
     """Folder with train/ and val/, or with class folders, which data.val_split then splits; for
-    data.source=pack, its folder or s3://bucket/prefix. auto: data/digits for the digits."""
+    data.source=pack, its folder or s3://bucket/prefix. auto: data/digits, or the table's folder."""
+    table: OrNone[Place] = None
+    """CSV, TSV or Parquet file with a row for each image: its path below data.root, its label (or
+    several, as cat;dog), and, if there are such columns, split (train, val or test) and group."""
+    columns: Columns = {}
+    """Names of the table's columns if they are others, such as data.columns.path=file_name. A list
+    for label names columns of 0 and 1: an image then has several labels, or none."""
     cache: OrNone[Place] = None
     """With data.root=s3://bucket/prefix: folder on a local disk that keeps what was read, so that
     later epochs read from there. none: every epoch reads from the bucket."""
@@ -95,11 +103,11 @@ class Data(Section):
     images with augment.pad and without augment.policy. The batches are the same. auto: if they take
     little memory; on: if they take much, too, and fail where that is impossible; off: never."""
     val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """If data.root has no val/: share of the images for validation, by a hash of their names."""
-    split_by: Literal["class", "file"] = "class"
-    """If data.root has no val/: class: data.val_split is the share of each class; one image of it
+    """If the data has no split: share of the images for validation, by a hash of their names."""
+    split_by: Literal["class", "file", "group"] = "class"
+    """If the data has no split: class: data.val_split is the share of each class; one image of it
     stays in training, and from three images on one goes to validation. file: the share of all
-    files, as version 0.2 chose them."""
+    files, as version 0.2 chose them. group: as class, and no group of a table is divided."""
     orientation: Literal["apply", "ignore"] = "apply"
     """apply: turn images upright as their EXIF orientation says. ignore: read images as version 0.2
     did. A pack keeps the choice that it was made with."""

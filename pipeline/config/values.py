@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -112,6 +112,10 @@ Arguments = Annotated[
     WithJsonSchema(
         {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
     ),
+]
+Columns = Annotated[
+    dict[Literal["path", "image", "label", "split", "group"], Text | list[Text]],
+    WithJsonSchema({"allowed": "a name for path, image, label, split or group; for label also a list"}),
 ]
 
 

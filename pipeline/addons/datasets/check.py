@@ -22,7 +22,8 @@ from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import check_folder, save_index, scan
 from pipeline.addons.datasets.names import printable_name
-from pipeline.data.interface import Images, UnreadableError
+from pipeline.addons.datasets.table import Table
+from pipeline.data.interface import Images, Source, UnreadableError
 from pipeline.errors import RequestError, StorageError, count_of
 from pipeline.machine import available_cpus
 
@@ -47,9 +48,8 @@ class Findings:
         self.kind, self.note = "", ""
         """Texts before and after the size of the data on the page."""
 
-    def look_at_all(self, root: Path) -> None:
-        """Look at all images of a folder or of a pack."""
-        source = sources.source_from_index(str(root), self.index)
+    def look_at_all(self, source: Source) -> None:
+        """Look at all images of a folder, a table or a pack."""
         self._look_at(source.train, 0)
         self._look_at(source.val, len(source.train))
 
@@ -116,7 +116,7 @@ class Findings:
     def counts(self) -> list[tuple[str, int, int]]:
         """Return each class with its number of images to train and held out."""
         splits = (self.index.train, self.index.val)
-        train, val = (np.bincount(split.labels, minlength=len(self.index.classes)) for split in splits)
+        train, val = map(self.index.class_counts, splits)
         return list(zip(self.index.classes, train.tolist(), val.tolist(), strict=True))
 
     def to_json(self) -> str:
@@ -177,21 +177,26 @@ class Findings:
         return warnings
 
 
-def check(root: Path, val_split: float, *, write_sums: bool, as_json: bool = False) -> str:
+def check(root: Path, val_split: float, words: list[str], *, write_sums: bool, as_json: bool = False) -> str:
     """Check layout and checksums, and read and decode each image. Return a page, or JSON.
 
-    Raises RequestError if the layout is wrong; StorageError if there are defects, after the page or
-    the JSON has been printed, and without JSON each defect to standard error.
+    words: see `Table.named`. Raises RequestError if the layout is wrong; StorageError if there are
+    defects, after the page or the JSON has been printed, and without JSON each defect to standard
+    error.
     """
-    check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
-    if os.path.exists(root / pack.SUMMARY):
+    table = Table.named(root, val_split, words)
+    if not table:
+        check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
+    if table or os.path.exists(root / pack.SUMMARY):
         if write_sums:
-            raise RequestError(f"{root} is a pack, which has its own sums", "leave --write-sums out")
-        found = _check_pack(root)
-        place, remedy = f"the pack {root}", "copy it again, or remove it, fix the source and pack it again"
+            what = "table" if table else "pack, which has its own sums"
+            raise RequestError(f"{root} is a {what}", "leave --write-sums out")
+        found = _check_table(table) if table else _check_pack(root)
     else:
         found = _check_images(root, HoldOut(val_split), write_sums=write_sums)
-        place, remedy = f"the {len(found.digests):,} images of {root}", "fix or remove the files"
+    place, remedy = f"the {len(found.digests):,} images of {root}", "fix or remove the files"
+    if found.kind:
+        place, remedy = f"the pack {root}", "copy it again, or remove it, fix the source and pack it again"
     result = found.to_json() if as_json else found.page(root)
     if not found.defects:
         return result
@@ -209,7 +214,7 @@ def _check_images(root: Path, hold_out: HoldOut, *, write_sums: bool) -> Finding
     # a file fixed in place changes no folder's time: training would use an older cached index
     save_index(index, root / CACHE)
     found = Findings(index)
-    found.look_at_all(root)
+    found.look_at_all(sources.source_from_index(root, index))
     if not write_sums:
         found.defects |= dict(checksums.check_sums(root, index, found.digests)) if index.sums else {}
     elif not found.defects:
@@ -219,11 +224,18 @@ def _check_images(root: Path, hold_out: HoldOut, *, write_sums: bool) -> Finding
     return found
 
 
+def _check_table(table: Table) -> Findings:
+    source = sources.source_of_table(table)
+    found = Findings(source.index)
+    found.look_at_all(source)
+    return found
+
+
 def _check_pack(root: Path) -> Findings:
     found, summary = Findings(pack.open_index(root)), pack.read_summary(root)
     found.kind = f"a {summary['level']} pack of "
     changed = dict(pack.changed_shards(root, summary))
-    found.look_at_all(root)
+    found.look_at_all(sources.source_from_index(root, found.index))
     found.defects = changed | found.defects
     return found
 

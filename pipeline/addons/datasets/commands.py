@@ -17,11 +17,15 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_make(actions: Commands) -> None:
-    help = "write the built-in digits, or synthetic images, as an image folder"
-    examples = "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4"
+    help = "write the built-in digits, or synthetic images, as an image folder; or a folder's table of labels"
+    examples = (
+        "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4",
+        "pipeline data make table photos",
+    )  # fmt: skip
     add = add_command(actions, "make", _make, help, "", *examples).add_argument
-    add("kind", choices=("digits", "synthetic"), help="which images")
-    add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
+    add("kind", choices=("digits", "synthetic", "table"), help="which images, or table")
+    help = "folder to make (default data/<kind>); for table an image folder, which gets a labels.csv"
+    add("out", nargs="?", type=path_or_uri, metavar="OUT", help=help)
     add("--images", type=positive_int, metavar="N", help="synthetic: training images (default 1000)")
     add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
     add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
@@ -31,8 +35,12 @@ def _make(options: argparse.Namespace) -> str:
     from pipeline.addons.datasets.make import make
 
     sizes = options.images, options.classes, options.side
-    if options.kind == "digits" and any(sizes):
+    if options.kind != "synthetic" and any(sizes):
         raise RequestError("--images, --classes and --side are for synthetic images", "leave them out")
+    if options.kind == "table":
+        from pipeline.addons.datasets.make import make_table
+
+        return make_table(_folder(options))
     images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
     return make(options.kind, _folder(options), images, classes, side)
 
@@ -76,15 +84,15 @@ def _import(options: argparse.Namespace) -> str:
 def _add_pack(actions: Commands) -> None:
     parser = add_command(
         actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
-        "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and"
-        " takes less decoding. The same command continues an interrupted pack. Train from it with"
+        "Pack the image folder or table SRC into OUT: a few tar files with an index, so that an image is one"
+        " read and takes less decoding. The same command continues an interrupted pack. Train from it with"
         " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder. With"
         " s3://bucket/prefix as OUT, each worker keeps one tar file, of at most about 1 GiB, in TMPDIR until"
         " it is uploaded.",
         "pipeline data pack photos packed --level max-side=500,q=90",
         "pipeline data pack photos s3://my-data/photos",
     )  # fmt: skip
-    parser.add_argument("src", type=path, metavar="SRC", help="image folder to read")
+    parser.add_argument("src", type=path, metavar="SRC", help="image folder or table to read")
     parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix")
     parser.add_argument(
         "--level", default="lossless", metavar="LEVEL",
@@ -92,41 +100,43 @@ def _add_pack(actions: Commands) -> None:
         " raw=256: uncompressed pixels, the shorter side scaled to 256 (default lossless)",
     )  # fmt: skip
     _add_workers(parser)
-    _add_val_split(parser)
+    _add_split(parser)
 
 
 def _pack(options: argparse.Namespace) -> str:
     from pipeline.addons.datasets.write_pack import pack
 
-    return pack(options.src, _place(options.out), options.level, options.val_split, options.workers)
+    out, level, share = _place(options.out), options.level, options.val_split
+    return pack(options.src, out, level, share, options.workers, options.overrides)
 
 
 def _add_check(actions: Commands) -> None:
     parser = add_command(
-        actions, "check", _check, "check every file of an image folder or a pack, and name each defect",
-        "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names"
-        " each defect; exit 4 if there is one. Also says what was left out, and warns of equal images, dark"
-        " images and classes without a validation image.",
+        actions, "check", _check, "check every image of a folder, a table or a pack, and name each defect",
+        "Check the layout and the checksums of an image folder, a table or a pack, and that each image"
+        " decodes. Names each defect; exit 4 if there is one. Also says what was left out, and warns of equal"
+        " images, dark images and classes without a validation image.",
         "pipeline data check photos --write-sums",
     )  # fmt: skip
     add = parser.add_argument
-    add("root", type=path, metavar="FOLDER", help="image folder, or folder of a pack")
+    add("root", type=path, metavar="FOLDER", help="image folder, table, or folder of a pack")
     add("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     add("--json", action="store_true", help="print JSON")
-    _add_val_split(parser)
+    _add_split(parser)
 
 
 def _check(options: argparse.Namespace) -> str:
     from pipeline.addons.datasets.check import check
 
-    return check(options.root, options.val_split, write_sums=options.write_sums, as_json=options.json)
+    share, words, sums = options.val_split, options.overrides, options.write_sums
+    return check(options.root, share, words, write_sums=sums, as_json=options.json)
 
 
-def _add_val_split(parser: Parser) -> None:
-    help = (
-        "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
-    )
+def _add_split(parser: Parser) -> None:
+    help = "share of each class to hold out if there is no split, as data.val_split (default 0.1; 0: none)"
     parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
+    help = "key of a table, such as data.root=FOLDER, data.columns.path=NAME or data.split_by=group"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def _add_workers(parser: Parser) -> None:

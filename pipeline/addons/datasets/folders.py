@@ -102,7 +102,7 @@ class Walk:
                 if names.is_hidden(entry.name):
                     self.ignored[names.HIDDEN] += 1
                 elif names.is_image(entry.name):
-                    size = _size(entry)
+                    size = size_of(entry)
                     if size != MISSING and entry.is_dir():
                         problem = f"{printable_name(entry.path)} is a folder that is named like an image"
                         raise RequestError(problem, "rename or remove it")
@@ -120,11 +120,11 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
     """Return True for a folder. Raises OutageError if the place that a link leads to is away."""
     if entry.is_symlink():  # for others, the listing says it without a system call
-        _size(entry)
+        size_of(entry)
     return entry.is_dir()
 
 
-def _size(entry: os.DirEntry[bytes]) -> int:
+def size_of(entry: os.DirEntry[bytes]) -> int:
     """Return the size, or MISSING. Raises OutageError if the place that a link leads to is away."""
     try:
         return entry.stat().st_size
@@ -161,7 +161,7 @@ def check_layout(root: Path, found: dict[str, dict[str, bytes]]) -> None:
         if differing:
             problem = f"the classes of train/ and val/ differ: {list_first(differing, 5)}"
             raise RequestError(problem, "both need the same class folders")
-    if all(map(_split_of, classes.values())):
+    if all(map(split_of, classes.values())):
         noun = "folders" if len(classes) > 1 else "folder"
         listed = list_first([printable_name(name) for name in classes.values()], 5)
         advice = f"give a folder with train/ and val/, each {_EACH}, or with class folders only"
@@ -181,15 +181,15 @@ def check_any_class(root: Path, parent: str, folders: dict[str, bytes]) -> None:
         raise RequestError(f"{place} holds no folders", needed)
 
 
-def _split_of(folder: bytes) -> str | None:
+def split_of(name: bytes) -> str | None:
     """Return "train", "val", "test" or "other" for a name of a split or of its parts, else None."""
-    match = _SPLIT_NAME.fullmatch(folder.decode(errors="replace").strip())
+    match = _SPLIT_NAME.fullmatch(name.decode(errors="replace").strip())
     return match and match.lastgroup
 
 
 def _renames(folders: list[bytes]) -> str:
     """Return how to rename folders like Train/ and Validation/; "" if one of them is missing."""
-    kinds = {_split_of(name): printable_name(name) for name in reversed(folders)}
+    kinds = {split_of(name): printable_name(name) for name in reversed(folders)}
     pairs = {"train": kinds.get("train"), "val": kinds.get("val") or kinds.get("test")}
     if None in pairs.values():
         return ""
@@ -213,6 +213,8 @@ def changes(before: Index, now: Index) -> Iterator[str]:
             elif ours.sizes[old[name]] != theirs.sizes[new[name]]:
                 was, has = ours.sizes[old[name]], theirs.sizes[new[name]]
                 yield f"{printable_name(name)} had {was:,} bytes and has {has:,}"
+            elif before.label_name(ours.labels[old[name]]) != now.label_name(theirs.labels[new[name]]):
+                yield f"{printable_name(name)} has another label"
             elif before.sums and now.sums and ours.checksum(old[name]) != theirs.checksum(new[name]):
                 yield f"{printable_name(name)} has another sum in SHA256SUMS"
 

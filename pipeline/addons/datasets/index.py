@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.addons.datasets.holdout import HoldOut
+from pipeline.addons.datasets.holdout import RULES, HoldOut
 from pipeline.addons.datasets.names import normal_path, printable_name
 from pipeline.data import interface
 from pipeline.data.interface import UnreadableError
@@ -175,13 +175,17 @@ class Index:
     folders: dict[str, int] = field(default_factory=dict)
     """Modification time in ns of each folder: it changes if a file is added or removed."""
     hold_out: HoldOut = field(default_factory=HoldOut)
-    """The rule by which class folders without val/ are split."""
+    """The rule by which class folders without val/, or a table, are split."""
     upright: bool = True
     """See `data.orientation`."""
     ignored: dict[str, int] = field(default_factory=dict)
     """Number of files and folders that are left out, by the reason."""
     label_sets: tuple[tuple[int, ...], ...] = ()
     """See `interface.Source.label_sets`."""
+    table: str = ""
+    """Of a table: SHA-256 of its file and of how it is read; "" for class folders."""
+    notes: tuple[str, ...] = ()
+    """More about a table, for the plan."""
 
     @property
     def digest(self) -> str:
@@ -202,7 +206,9 @@ class Index:
 
     @property
     def is_split_by_hash(self) -> bool:
-        """Return True if the images come from class folders without train/ and val/."""
+        """Return True if the images come without a split: class folders without train/ and val/."""
+        if self.table:
+            return self.hold_out.by != "table"
         split = self.train if len(self.train) else self.val  # an evaluation has no training images
         return not split.name(0).startswith((b"train/", b"val/"))
 
@@ -224,11 +230,26 @@ class Index:
     def size(self) -> DataSize:
         notes = [self.hold_out.describe()] if self.is_split_by_hash else []
         notes += [] if self.upright else ["EXIF orientation ignored"]
-        counts = np.bincount(self.val.labels, minlength=len(self.classes))
+        notes += self.notes
+        counts = self.class_counts(self.val)
         missing = [self.classes[label] for label in np.flatnonzero(counts == 0)] if len(self.val) else []
         notes += [f"no validation image of class {list_first(missing, 5)}"] if missing else []
         notes += [f"left out: {describe_ignored(self.ignored)}"] if self.ignored else []
         return DataSize(len(self.train), len(self.val), len(self.classes), "; ".join(notes))
+
+    def class_counts(self, split: Split) -> NDArray[np.int64]:
+        """Return the number of images of each class in one of the splits."""
+        counts = np.bincount(split.labels, minlength=self.num_labels)
+        if not self.label_sets:
+            return counts
+        by_class = np.zeros(len(self.classes), np.int64)
+        for labels, count in zip(self.label_sets, counts.tolist(), strict=True):
+            by_class[[*labels]] += count
+        return by_class
+
+    def label_name(self, label: int) -> str:
+        """Return the class, or the classes, that a label of an image means."""
+        return ";".join(self.classes[i] for i in (self.label_sets[label] if self.label_sets else [label]))
 
     def to_bytes(self) -> bytes:
         """Return one buffer, which `from_bytes` maps back without a copy.
@@ -243,6 +264,8 @@ class Index:
         }  # fmt: skip
         if self.label_sets:
             head["label_sets"] = self.label_sets
+        if self.table:
+            head |= {"table": self.table, "notes": self.notes}
         text = json.dumps(head).encode()
         text += b" " * (-(len(_MAGIC) + 8 + len(text)) % 8)
         parts = [_MAGIC, len(text).to_bytes(8, "little"), text]
@@ -274,8 +297,9 @@ class Index:
                 HoldOut(float(head["val_split"]), head.get("split_by", "file")), head.get("upright", False),
                 {reason: int(count) for reason, count in head.get("ignored", {}).items()},
                 tuple(tuple(map(int, labels)) for labels in head.get("label_sets", [])),
+                head.get("table", ""), tuple(head.get("notes", [])),
             )  # fmt: skip
-            texts = [*index.classes, *index.ignored]
+            texts = [*index.classes, *index.ignored, *index.notes, index.table]
             labels = {label for labels in index.label_sets for label in labels}
             is_valid = labels <= set(range(len(index.classes)))
             is_valid &= all(text.isprintable() for text in texts) and b"\0" not in b"".join(
@@ -283,7 +307,7 @@ class Index:
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an index: {error}") from None
-        if not is_valid or not 0 <= index.hold_out.share < 1 or index.hold_out.by not in ("class", "file"):
+        if not is_valid or not 0 <= index.hold_out.share < 1 or index.hold_out.by not in RULES:
             raise ValueError("a name or a number in it is not valid")
         return index
 

@@ -1,5 +1,7 @@
 """`pipeline data make`, `get` and `import`: make, fetch or import a data set."""
 
+import csv
+import io
 import os
 import shutil
 import sys
@@ -15,6 +17,7 @@ from pipeline.addons.datasets import synthetic
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import SplitImages
 from pipeline.addons.datasets.manifest import check_folder, scan
+from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.store.bucket import Store
 from pipeline.data.interface import Images, UnreadableError
 from pipeline.errors import RequestError, StorageError, TemporaryError
@@ -34,6 +37,26 @@ def make(kind: str, root: Path, num_images: int, num_classes: int, side: int) ->
     else:
         synthetic.make_synthetic(root, num_images, num_classes, side)
     return f"made {root}: {scan(root, HoldOut()).size.describe()}"
+
+
+def make_table(root: Path) -> str:
+    """Write labels.csv with the images of a folder. Return a line that describes it."""
+    path, index = root / "labels.csv", scan(root, HoldOut())
+    synthetic.check_absent(path)
+    lines = io.StringIO(newline="")
+    writer = csv.writer(lines, lineterminator="\n")
+    writer.writerow(["path", "label", "split"])
+    for name, split in (("train", index.train), ("val", index.val)):
+        for i in range(len(split)):
+            writer.writerow([os.fsdecode(split.name(i)), index.label_name(split.labels[i]), name])
+    try:
+        atomic_write(path, lines.getvalue().encode())
+    except UnicodeEncodeError as error:
+        name = error.object[: error.end].rpartition("\n")[2]
+        raise RequestError(f"the name of {printable_name(name)!a} is not UTF-8", "rename it") from None
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error.strerror}") from None
+    return f"made {path}: {index.size.describe()}"
 
 
 def import_imagenet(archives: Path, out: Path | Store, level: str | None, workers: int | None = None) -> str:

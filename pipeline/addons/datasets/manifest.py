@@ -54,8 +54,8 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     if not os.path.exists(root):
         remedy += f", or make one with '{make}'"
     check_folder(root, f"data.root={root}", remedy)
-    for cached in () if check_sizes else _cached(root, spare):
-        if cached.hold_out == hold_out and _is_current(cached, root):
+    for cached in () if check_sizes else cached_indices(root, spare):
+        if cached.hold_out == hold_out and not cached.table and is_current(cached, root):
             return cached
     index = scan(root, hold_out)
     save_index(index, root / CACHE, spare)
@@ -81,10 +81,10 @@ def save_index(index: Index, *folders: Path) -> None:
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
     """Return the index that had this digest if it is still cached, to say what changed since."""
-    return next((index for index in _cached(root, spare) if index.digest == digest), None)
+    return next((index for index in cached_indices(root, spare) if index.digest == digest), None)
 
 
-def _cached(root: Path, spare: Path) -> Iterator[Index]:
+def cached_indices(root: Path, spare: Path) -> Iterator[Index]:
     """Yield the cached indices, newest first, without the damaged ones."""
     paths = [path for folder in (root / CACHE, spare) for path in folder.glob(f"*{_CACHED}")]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
@@ -98,12 +98,14 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
             yield index
 
 
-def _is_current(index: Index, root: Path) -> bool:
+def is_current(index: Index, root: Path) -> bool:
+    """Return True if no file was added to a folder of the index, or removed, since it was made."""
     with suppress(OSError):
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
-        if SPLITS[0] not in index.folders and tuple(Walk(root).classes("")) != index.classes:
+        is_split = index.table or SPLITS[0] in index.folders
+        if not is_split and tuple(Walk(root).classes("")) != index.classes:
             return False
         # no folder's time changes if the target of a link comes back
         links = [
@@ -112,7 +114,7 @@ def _is_current(index: Index, root: Path) -> bool:
             for i in np.flatnonzero(split.sizes < 0).tolist()
         ]
         is_back = any(os.path.exists(os.path.join(os.fsencode(root), name)) for name in links)
-        return not is_back and digest_of_sums(root) == index.sums
+        return not is_back and (bool(index.table) or digest_of_sums(root) == index.sums)
     return False
 
 

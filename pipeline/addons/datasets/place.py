@@ -36,7 +36,7 @@ def open_data(config: Config, folder: RunFolder) -> Source:
 
 def _check_run_is_outside(config: Config, source: Source) -> None:
     """Raise RequestError if run.dir is among the images: a scan would take it for a class."""
-    if source.index and source.index.folders:
+    if source.index and source.index.folders and not source.index.table:
         root = data_root(config)
         folders = [root / name for name in source.index.folders]
         folders += [] if "train" in source.index.folders else [root]  # class folders
@@ -51,8 +51,8 @@ def _check_is_there(config: Config, before: Config | None, digest: str | None) -
 
     before: the configuration of the last start.
     """
-    root = config.data.root
-    is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
+    root = config.data.root or (str(data_root(config)) if config.data.source == "table" else None)
+    is_same = before and _place(before) == _place(config) and config.data.source != "digits"
     if root is None or config.is_in_store or not is_same:
         return
     lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
@@ -65,6 +65,10 @@ def _check_is_there(config: Config, before: Config | None, digest: str | None) -
         remedy = f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
     problem = f"data.root={root}{lost} is missing or empty, and the run in {config.run_dir} was trained on it"
     raise TemporaryError(problem, remedy)
+
+
+def _place(config: Config) -> tuple[str | None, ...]:
+    return config.data.source, config.data.root, config.data.table
 
 
 def _missing_folder(index: Index, root: Path) -> str | None:

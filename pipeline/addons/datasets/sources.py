@@ -1,10 +1,11 @@
-"""Sources of images: an image folder, a pack, also in a bucket, the digits, or synthetic patterns.
+"""Sources of images: a folder, a table, a pack, also in a bucket, the digits, synthetic patterns.
 
 Promise: every process sees the same source: the same size and digest, and for each sample id the
 same name, label and file contents. Opening a source needs no torch.
 """
 
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pipeline.addons.datasets import manifest, pack, synthetic
 from pipeline.addons.datasets.file_errors import open_regular, raise_if_outage, read_error
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import MISSING, Index, SplitImages
+from pipeline.addons.datasets.table import Table
 from pipeline.config.schema import Config
 from pipeline.data.interface import Images, Source, UnreadableError
 from pipeline.errors import RequestError
@@ -46,6 +48,8 @@ def data_root(config: Config) -> Path:
 
 
 def _place(config: Config) -> str:
+    if config.data.source == "table" and config.data.table:
+        return str(Table(config, None).root)
     return str(config.data.root or DIGITS_ROOT)
 
 
@@ -67,6 +71,11 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         raise RequestError(f"data.root={config.data.root} is not a folder", "copy the data to this machine")
     if config.data.source == "pack":
         index = open_pack(config)
+    elif config.data.source == "table":
+        table = Table(config, hold_out_of(config))
+        index = table.open_index(config.run_dir / "index", check_sizes=check_sizes)
+        refuse_images_inside(table)
+        index = replace(index, upright=config.data.orientation == "apply")
     else:
         ensure_digits(config)
         if os.path.exists(root / pack.SUMMARY):
@@ -76,6 +85,27 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = replace(index, upright=config.data.orientation == "apply")
     manifest.check_has_validation(index, _place(config))
     return source_from_index(_place(config), index, config)
+
+
+def refuse_images_inside(table: Table) -> None:
+    """Raise RequestError for a table that holds the images itself: any order of them is slow."""
+    if table.images_inside:
+        problem = f"data.table={table.path} holds the images themselves, which a pack is read faster from"
+        make = f"make one with 'pipeline data pack {shlex.quote(str(table.path))} OUT'"
+        raise RequestError(problem, f"{make}, then give data.source=pack data.root=OUT")
+
+
+def source_of_table(table: Table) -> Source:
+    """Return the images of a table, after looking at all of them."""
+    index = table.scan()
+    if not table.images_inside:
+        return source_from_index(table.root, index)
+    from pipeline.addons.datasets.parquet import ParquetImages
+
+    train, val = (
+        ParquetImages(table.path, split, table.columns["image"][0]) for split in (index.train, index.val)
+    )
+    return Source(index.size, index.digest, index.classes, train, val, index, index.label_sets)
 
 
 def received_source(config: Config, data: bytes) -> Source:

@@ -39,6 +39,7 @@ from pipeline.addons.datasets.index import MISSING, Index, Split, describe_ignor
 from pipeline.addons.datasets.manifest import check_folder, scan
 from pipeline.addons.datasets.pack import FORMAT, INDEX, NPY_MAGIC, REQUEST, SUMMARY, Level
 from pipeline.addons.datasets.pack_target import Target, open_target
+from pipeline.addons.datasets.table import Table
 from pipeline.addons.run.progress import format_duration
 from pipeline.addons.store.bucket import Store
 from pipeline.data.augment import resize_image
@@ -77,18 +78,19 @@ class Shard(NamedTuple):
         return self.last - self.first
 
 
-def pack(root: Path, out: Path | Store, level_text: str, val_split: float, workers: int | None = None) -> str:
-    """Pack the image folder `root` into `out`, or resume that. Return a line about the pack.
+def pack(root: Path, out: Path | Store, level_text: str, val_split: float, workers: int | None = None,
+         words: list[str] | None = None) -> str:  # fmt: skip
+    """Pack the image folder or table `root` into `out`, or resume that. Return a line about it.
 
-    workers: processes that pack, by default one for each CPU.
+    workers: processes that pack, by default one for each CPU. words: see `Table.named`.
     """
     level = open_level(level_text)  # refuse a wrong level before a long scan
+    if table := Table.named(root, val_split, words or []):
+        return pack_source(sources.source_of_table(table), out, level, workers)
     check_folder(root, str(root), "name an image folder")
     if isinstance(out, Path) and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(root)):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
     index = scan(root, HoldOut(val_split))
-    if index.ignored:
-        print(f"left out: {describe_ignored(index.ignored)}", file=sys.stderr)
     return pack_source(sources.source_from_index(root, index), out, level, workers)
 
 
@@ -103,6 +105,8 @@ def open_level(text: str) -> Level:
 def pack_source(source: Source, out: Path | Store, level: Level, workers: int | None) -> str:
     """Pack any source that has an index, as `pack` does."""
     assert source.index
+    if source.index.ignored:
+        print(f"left out: {describe_ignored(source.index.ignored)}", file=sys.stderr)
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
     target = open_target(out)
     with target.hold():
@@ -263,7 +267,9 @@ def _write_index_and_summary(
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
     train, val = packed("train", source.train), packed("val", source.val)
-    index = Index(train, val, source.classes, hold_out=source.hold_out)
+    index = Index(
+        train, val, source.classes, hold_out=source.hold_out, label_sets=source.label_sets, table=source.table
+    )
     target.write(INDEX, index.to_bytes())
     bad = [image for metadata in made for image in metadata["bad"]]
     compared = max(1, len(train) + len(val) - len(bad))

@@ -68,13 +68,14 @@ def check_output(file: Path | None) -> None:
 def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
     """Return the configuration in the checkpoint `path`, and the same with overrides on top.
 
-    Another data.source takes no data.root and no data.cache from the training. Raises RequestError
-    if the overrides change the model.
+    Another data.source takes no place of the data and no split from the training. Raises
+    RequestError if the overrides change the model.
     """
     trained = from_yaml(text, path)
     sources = [word for word in overrides if word.startswith("data.source=")]
     if sources and sources[-1] != f"data.source={trained.data.source}":
-        overrides = ["data.root=auto", "data.cache=none", *overrides]
+        others = "data.root=auto", "data.cache=none", "data.table=none", "data.split_by=class"
+        overrides = [*others, *overrides]
     now = from_yaml(text, path, overrides)
     before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
     changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]

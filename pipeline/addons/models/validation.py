@@ -18,8 +18,10 @@ from pipeline.addons.datasets.sources import (
     hold_out_of,
     open_pack,
     open_source,
+    refuse_images_inside,
     source_from_index,
 )
+from pipeline.addons.datasets.table import Table
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, list_first
@@ -46,6 +48,8 @@ def open_validation(
         return source, f"{len(source.val):,} synthetic images"
     if config.data.source == "pack":
         return _of_pack(config, contents)
+    if config.data.source == "table":
+        return _of_table(config, contents, trained)
     root = data_root(config)
     ensure_digits(config)
     has_val = (root / "val").is_dir()
@@ -67,12 +71,34 @@ def _hold_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -
     if trained.data.source == "folder" and os.path.realpath(root) == os.path.realpath(data_root(trained)):
         return hold_out_of(trained)
     with suppress(RequestError):  # a folder to evaluate on may be one that cannot be trained on
-        index = scan(root, hold_out_of(trained))
-        if index.digest == contents.get("data"):
-            return hold_out_of(trained)
-        if trained.data.source == "pack":
-            return _known_hold_out(index, contents)
+        return _hold_out_of(scan(root, hold_out_of(trained)), trained, contents)
     return None
+
+
+def _hold_out_of(index: Index, trained: Config, contents: dict[str, Any]) -> HoldOut | None:
+    """Return what a training held out of these images, or None if it had others."""
+    if index.digest == contents.get("data"):
+        return hold_out_of(trained)
+    return _known_hold_out(index, contents) if trained.data.source == "pack" else None
+
+
+def _of_table(config: Config, contents: dict[str, Any], trained: Config) -> tuple[Source, str]:
+    is_same = (config.data.source, config.data.table) == (trained.data.source, trained.data.table)
+    hold_out = hold_out_of(trained) if is_same else None
+    with suppress(RequestError):  # a table to evaluate on may be one that cannot be trained on
+        hold_out = hold_out or _hold_out_of(Table(config, hold_out_of(trained)).scan(), trained, contents)
+    table = Table(config, hold_out)
+    index = table.scan(to_train=False)
+    refuse_images_inside(table)
+    if not len(index.val):
+        raise RequestError(f"{table.path} holds no image to evaluate the model on")
+    index = replace(
+        _relabelled(config, index, tuple(contents["classes"])), upright=config.data.orientation == "apply"
+    )
+    which = "all" if not (hold_out or index.hold_out.by == "table") else "the"
+    description = f"{which} {len(index.val):,} {'' if which == 'all' else 'held-out '}images of {table.path}"
+    description += " (it is not the data of the training)" if which == "all" else ""
+    return source_from_index(table.root, replace(index, train=Split.from_entries([]))), description
 
 
 def _known_hold_out(index: Index, contents: dict[str, Any]) -> HoldOut | None:
@@ -100,12 +126,20 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
         )
     if not len(index.val):
         raise RequestError(f"data.root={place} holds no image to evaluate the model on")
+    index = _relabelled(config, index, classes)
+    description = f"the {len(index.val):,} validation images of the pack {place}"
+    return source_from_index(place, index, config), description
+
+
+def _relabelled(config: Config, index: Index, classes: tuple[str, ...]) -> Index:
+    """Return the validation images labelled as a model of `classes` counts."""
     _check_classes(config, index.classes, classes)
     known = {class_of(name): label for label, name in enumerate(classes)}
     labels = np.array([known[class_of(name)] for name in index.classes], np.int32)
-    index = replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
-    description = f"the {len(index.val):,} validation images of the pack {place}"
-    return source_from_index(place, index, config), description
+    if index.label_sets:  # each image keeps the number of its set
+        sets = tuple(tuple(sorted(labels[[*names]].tolist())) for names in index.label_sets)
+        return replace(index, classes=classes, label_sets=sets)
+    return replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
 
 
 def _check_classes(config: Config, names: tuple[str, ...], classes: tuple[str, ...]) -> None:

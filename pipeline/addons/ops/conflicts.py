@@ -28,6 +28,14 @@ _CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
     # folders and buckets
     (lambda c: "://" in c.run.dir, "run.dir={c.run.dir} is not a folder",
      "give one on this machine, and keep a copy in a bucket with checkpoint.mirror=s3://bucket/prefix"),
+    (lambda c: c.data.source == "folder" and c.data.table,
+     "data.table={c.data.table} is for data.source=table", "add it, or leave data.table out"),
+    (lambda c: c.data.source == "table" and not c.data.table, "data.table is missing",
+     "data.source=table needs data.table=FILE.csv; 'pipeline data make table FOLDER' writes one"),
+    (lambda c: c.data.source in ("folder", "digits") and c.data.split_by == "group",
+     "data.split_by=group needs a table with a column group, and class folders have none",
+     "write one with 'pipeline data make table FOLDER', add the column, and give"
+     " data.source=table data.table=FOLDER/labels.csv"),
     (lambda c: c.data.source in ("folder", "pack") and c.data.root is None, "data.root is missing",
      "data.source={c.data.source} needs data.root=FOLDER"),
     (lambda c: c.is_in_store and c.data.source != "pack", "data.root={c.data.root} needs data.source=pack",

@@ -6,13 +6,13 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 
 _MAY_CHANGE_ON_RESUME = (
-    "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache",
-    "data.cache_gib", "data.workers", "data.prefetch", "data.resident", "data.max_bad", "train.max_steps",
-    "train.epochs", "checkpoint", "profile", "track",
+    "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.table",
+    "data.cache", "data.cache_gib", "data.workers", "data.prefetch", "data.resident", "data.max_bad",
+    "train.max_steps", "train.epochs", "checkpoint", "profile", "track",
 )  # fmt: skip
 """Keys, and sections with all their keys, that may differ between a run and its resumption.
 
-`data.root` may change because a digest of the data shows if it is the same data. `train.epochs` may
+`data.root` and `data.table` may change: a digest shows if it is the same data. `train.epochs` may
 only grow, see `refuse_changes`.
 """
 
