@@ -220,9 +220,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=12"]
-    run = Job(tmp_path_factory.mktemp("trained") / "run", [*words, "checkpoint.every=4 steps"])
-    assert run.run().done["step"] == "12"
-    return run
+    return Job(tmp_path_factory.mktemp("trained") / "run", [*words, "checkpoint.every=4 steps"]).finished()
 
 
 @pytest.fixture
@@ -271,7 +269,7 @@ def test_forbidden_changes_on_resume_are_refused_by_name(trained: Job, tmp_path:
     ):
         result = rerun(trained, tmp_path / "run", change).run()
         assert (result.code, named in result.error) == (2, True), result.err
-        assert result.seconds < 5
+        assert "creating" not in result.err, "before the model is made"
 
 
 @pytest.mark.full
@@ -330,6 +328,6 @@ def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights if tensor.is_floating_point())
     second = run.run()
     assert (second.code, second.error) == (3, first.error)
-    assert second.seconds < 5, "it fails before it trains"
+    assert "creating" not in second.err, "it fails before it trains"
     run.arguments += [f"run.resume={run.folder}", "train.max_steps=1"]
     assert run.run().code == 0

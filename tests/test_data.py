@@ -19,7 +19,7 @@ import pytest
 import simplejpeg
 import torch
 from faults.ledger import Notes
-from harness import quick, read_rows
+from harness import quick, read_rows, refused
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from place import SMALL
@@ -40,7 +40,6 @@ from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)
@@ -81,14 +80,6 @@ def digests(root: Path, index: Index) -> NDArray[np.uint8]:
 def write_sums(root: Path) -> None:
     index = scan(root, HoldOut())
     checksums.write_sums(root, index, digests(root, index))
-
-
-def refused(call: Callable[[], object]) -> str:
-    with pytest.raises(RequestError) as refusal:
-        call()
-    line = str(refusal.value)
-    assert len(line.splitlines()) == 1
-    return line
 
 
 # --- the index

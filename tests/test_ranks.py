@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_cuda import GLOO_FOR_NCCL
 from harness import SMALL, Job, Result, free_port
 
 from pipeline.group import Group, is_peer_failure
@@ -136,15 +137,12 @@ def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank() -> None:
 
 
 def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nccl(options: Any, _: object) -> dist.ProcessGroupGloo:  # there is no NCCL without a GPU
-        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-
     def timeouts() -> list[float]:
         assert dist.group.WORLD
         backends = [dist.group.WORLD._get_backend(torch.device(name)) for name in ("cpu", "cuda")]
         return [backend.options._timeout.total_seconds() for backend in backends]
 
-    monkeypatch.setitem(dist.Backend._plugins, "NCCL", dist.Backend._BackendPlugin(nccl, True))
+    monkeypatch.setitem(dist.Backend._plugins, "NCCL", GLOO_FOR_NCCL)
     world = World(init_method=f"tcp://127.0.0.1:{free_port()}")
     group = Group(world, torch.device("cuda"), 300)
     try:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from harness import (
-    SHARING,
     SMALL,
     Job,
     assert_each_sample_once,
@@ -22,6 +21,7 @@ from harness import (
     command_line,
     environment,
     kill,
+    wait_until,
 )
 
 from faults.ledger import Notes
@@ -43,7 +43,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
         if name not in runs:
             runs[name] = make(tmp_path_factory.mktemp("uninterrupted") / "run")
             runs[name].interpreter = True  # forks of one process have the same hashes, for example
-            assert runs[name].run().code == 0, runs[name].log()
+            runs[name].finished()
         return runs[name]
 
     return run_once
@@ -115,9 +115,7 @@ def _inject(run: Job, kind: str, draw: random.Random) -> float:
         # one interval, and the steps made while the last checkpoint was written, or before the kill
         assert before - resumed <= 2 * EVERY, f"{kind}: from step {before} back to {resumed}"
         run.wait_for_step(resumed + 1)
-    seconds = time.monotonic() - began
-    assert seconds < 60
-    return seconds
+    return time.monotonic() - began
 
 
 def _wait_for_save(run: Job, draw: random.Random) -> float:
@@ -147,13 +145,8 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
     env = environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="1")
     container = subprocess.Popen([*namespace, "sh", "start"], cwd=tmp_path, env=env, start_new_session=True)
     try:
-        while not (tmp_path / "left").exists():
-            assert container.poll() is None
-            time.sleep(0.01)
-        end = time.monotonic() + 5 * SHARING
-        while run.processes():
-            assert time.monotonic() < end, (tmp_path / "err").read_text()
-            time.sleep(0.05)
+        wait_until((tmp_path / "left").exists, "end of the agent")
+        wait_until(lambda: not run.processes(), "end of the rank", 60)
     finally:
         kill(container.pid, signal.SIGKILL)
         container.wait()
