@@ -489,6 +489,30 @@ def kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
+def before_each(function: str, *statements: str) -> str:
+    """Return a prelude: the statements are executed before each call of a function.
+
+    They see the call's arguments as `words`, and how many there have been as `calls`.
+    """
+    place, _, name = function.rpartition(".")
+    body = "\n    ".join(statements)
+    return f"""\
+import os, signal, threading, time
+from pkgutil import resolve_name
+
+owner = resolve_name({place!r})
+inner, calls = owner.{name}, 0
+
+def call(*words, **options):
+    global calls
+    calls += 1
+    {body}
+    return inner(*words, **options)
+
+owner.{name} = call
+"""
+
+
 def freeze(pids: list[int]) -> None:
     """Send SIGSTOP, and return once no thread of the processes runs any more."""
     for pid in pids:

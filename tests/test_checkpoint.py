@@ -273,16 +273,6 @@ def test_forbidden_changes_on_resume_are_refused_by_name(trained: Job, tmp_path:
 
 
 @pytest.mark.full
-@pytest.mark.fault("F5")
-def test_allowed_changes_on_resume_are_accepted(trained: Job, tmp_path: Path) -> None:
-    words = (
-        "data.workers=1", "data.prefetch=4", "checkpoint.keep=1", "run.trace=false", "track.every=1 steps",
-        "checkpoint.every=5 steps", "train.epochs=3", "train.max_steps=14",
-    )  # fmt: skip
-    assert rerun(trained, tmp_path / "run", *words).run().done["step"] == "14"
-
-
-@pytest.mark.full
 def test_resume_never_sets_the_run_aside_and_a_path_resumes_from_that_step(
     trained: Job, expected_out: str, tmp_path: Path
 ) -> None:

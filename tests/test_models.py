@@ -199,17 +199,6 @@ def test_a_model_that_needs_versions_is_trained_resumed_and_read(
         assert result.code == 0, result.err
 
 
-@pytest.mark.full
-def test_dropout_and_drop_path_are_drawn_by_address_in_exact_mode(tmp_path: Path) -> None:
-    vit = words("vit_tiny_patch16_224", FAMILIES["vit_tiny_patch16_224"])
-    arguments = [*vit, "run.exact=true", "exact.shards=4"]
-    runs = [Job(tmp_path / str(nproc), arguments, nproc=nproc).run_in_forks() for nproc in (1, 2, 4)]
-    assert len({run.done["weights"] for run in runs}) == 1
-    none = ["model.args.drop_path_rate=0", "model.args.proj_drop_rate=0"]
-    without = Job(tmp_path / "without", [*arguments, *none]).run_in_forks()
-    assert without.done["weights"] != runs[0].done["weights"], "drop path has an effect"
-
-
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """Return a folder with a module of the user's own."""

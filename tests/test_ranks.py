@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import SMALL, Job, Result, free_port
+from harness import SMALL, Job, Result, before_each, free_port
 
 from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
@@ -80,16 +80,8 @@ def test_weights_are_compared_before_every_save(tmp_path: Path, digits: Path, ex
 
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, 2, "train.max_steps=6", "track.every=2 steps")
-    run.prelude = """
-import os, time, torch.nn.functional as functional
-original = functional.cross_entropy
-
-def slow(*arguments, **options):
-    time.sleep(0.3 * int(os.environ["RANK"]))
-    return original(*arguments, **options)
-
-functional.cross_entropy = slow
-"""
+    slow = "time.sleep(0.3 * int(os.environ['RANK']))"
+    run.prelude = before_each("torch.nn.functional.cross_entropy", slow)
     result = run.run()
     assert result.code == 0, result.err
     assert result.err.count(" is slow: ") == result.err.count("rank 1 is slow") == 1, result.err

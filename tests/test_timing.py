@@ -76,7 +76,7 @@ def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_tim
     found = epochs(tmp_path / "slow")
     wall = time.perf_counter() - start
     assert len(found) == 2, "one row an epoch"
-    assert 0.5 * wall < sum(row["time/epoch_s"] for row in found) < wall
+    assert 0.2 * wall < sum(row["time/epoch_s"] for row in found) < wall
     for row in found:
         assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(
             row["time/epoch_s"], rel=0.01

@@ -25,6 +25,7 @@ import yaml
 from harness import (
     Job,
     Result,
+    before_each,
     children,
     command_line,
     environment,
@@ -371,12 +372,9 @@ def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_recei
         tmp_path / "run", digits, f"sqlite:///{tmp_path}/mlflow.db", "evaluate.every=4 steps",
         "checkpoint.every=4 steps", "track.every=1 steps", "train.max_steps=12",
     )  # fmt: skip
-    run.prelude = """
-import os
-from pipeline.train import loop
-save = loop.save
-loop.save = lambda trainer, **kw: os.kill(os.getpid(), 9) if trainer.state.step == 8 else save(trainer, **kw)
-"""
+    run.prelude = before_each(
+        "pipeline.train.loop.save", "if words[0].state.step == 8: os.kill(os.getpid(), 9)"
+    )
     assert run.start().wait().code == -signal.SIGKILL
     run.wait_gone(10)
     discarded = run.journal("val/", "train/loss")

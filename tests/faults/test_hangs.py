@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, children, command_line, kill
+from harness import SMALL, Job, before_each, children, command_line, kill
 
 from pipeline.guards import watchdog
 from pipeline.record.checkpoint_files import newest_verified, step_of
@@ -105,15 +105,9 @@ def test_the_first_error_is_the_last_line_with_rank_step_and_samples(
     tmp_path: Path, digits: Path, rank: int
 ) -> None:
     run = job(tmp_path / "run", digits)
-    run.prelude = (
-        "import os\n"
-        "from torch.nn import functional\n"
-        "original, calls = functional.cross_entropy, []\n"
-        "def failing(*arguments, **options):\n"
-        "    calls.append(1)\n"
-        f"    if len(calls) == 12 and os.environ['RANK'] == '{rank}': raise RuntimeError('injected')\n"
-        "    return original(*arguments, **options)\n"
-        "functional.cross_entropy = failing\n"
+    is_due = f"calls == 12 and os.environ['RANK'] == '{rank}'"
+    run.prelude = before_each(
+        "torch.nn.functional.cross_entropy", f"if {is_due}: raise RuntimeError('injected')"
     )
     result = run.run()
     assert result.code == 1

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_same
+from harness import SMALL, Job, assert_same, before_each
 
 from faults.ledger import Notes
 
@@ -18,19 +18,6 @@ PHASES = {"validation": "evaluate", "save": "save", "first step": "update_once"}
 INSTANTS = list(product(PHASES, (signal.SIGKILL, signal.SIGTERM)))
 # the next start begins with that validation, before any training step
 QUICK = [("validation", signal.SIGTERM)]
-INJECT = """
-import os, threading
-from pipeline.train import loop
-
-inner = loop.{function}
-
-def disturbed(*arguments, **options):
-    if os.environ["RANK"] in {ranks!r}:
-        threading.Timer({delay}, os.kill, (os.getpid(), {number:d})).start()
-    return inner(*arguments, **options)
-
-loop.{function} = disturbed
-"""
 
 
 def job(folder: Path, digits: Path, parallel: str, steps: int) -> Job:
@@ -56,9 +43,9 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     for phase, number in order:
         is_for_all = number == signal.SIGKILL and draw.random() < 0.5
         ranks = "01" if is_for_all else draw.choice("01")
-        run.prelude = INJECT.format(
-            function=PHASES[phase], ranks=ranks, delay=draw.uniform(0, 0.1), number=number
-        )
+        timer = f"threading.Timer({draw.uniform(0, 0.1)}, os.kill, (os.getpid(), {number:d}))"
+        fault = f"if os.environ['RANK'] in {ranks!r}: {timer}.start()"
+        run.prelude = before_each(f"pipeline.train.loop.{PHASES[phase]}", fault)
         result = run.start().wait()
         assert result.code == (75 if number == signal.SIGTERM else 1), (phase, number, result.err)
         run.wait_gone(5)

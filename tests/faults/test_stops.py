@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from harness import SMALL, Job, children, command_line, kill, quick, wait_until
+from harness import SMALL, Job, before_each, children, command_line, kill, quick, wait_until
 
 from faults.ledger import Notes
 from pipeline.errors import RunError, TemporaryError
@@ -147,15 +147,8 @@ def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
     run.arguments.pop()
     for instant in range(30 if full else 6):
         call = ("operate.resume.decode_state", "operate.start.find", "train.session.build")[instant % 3]
-        module, name = call.rpartition(".")[::2]
-        run.prelude = (
-            f"import os, signal, threading, pipeline.{module} as module\n"
-            f"inner = module.{name}\n"
-            "def call(*words):\n"
-            f"    threading.Timer({draw.uniform(0, 0.08)}, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
-            "    return inner(*words)\n"
-            f"module.{name} = call\n"
-        )
+        timer = f"threading.Timer({draw.uniform(0, 0.08)}, os.kill, (os.getpid(), signal.SIGTERM))"
+        run.prelude = before_each(f"pipeline.{call}", f"{timer}.start()")
         result = run.run()
         assert result.code == 75, (call, result.err)
         assert "asked to stop" in result.error
@@ -175,14 +168,8 @@ def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path, nu
 
 def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, nproc=1)
-    run.prelude = (
-        "import os, signal, pipeline.record.folder as folder\n"
-        "hold = folder.RunFolder.hold\n"
-        "def hold_and_stop(self):\n"
-        "    hold(self)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "folder.RunFolder.hold = hold_and_stop\n"
-    )
+    stop = "inner(*words); os.kill(os.getpid(), signal.SIGTERM); return"
+    run.prelude = before_each("pipeline.record.folder:RunFolder.hold", stop)
     assert run.run().code == 75
     assert not run.folder.exists()
 
