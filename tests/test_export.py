@@ -39,7 +39,7 @@ def test_an_exported_model_makes_the_same_predictions(
 
     full = quick("export", str(run), "--to", form, "--out", str(small_disk / "model"))
     assert full.code == 4
-    assert full.error == f"{small_disk / 'model'} cannot be written: No space left on device"
+    assert full.error.startswith(f"{small_disk / 'model'} cannot be written: ")
     assert list(small_disk.iterdir()) == []
 
 

@@ -52,14 +52,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=1, long=15)
 @pytest.mark.parametrize("world", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path,
-    digits: Path,
-    uninterrupted: Uninterrupted,
-    world: int,
-    seed: int,
-    full: bool,
+    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, world: int, seed: int, full: bool,
     notes: Notes,
-) -> None:
+) -> None:  # fmt: skip
     # in the other cases the journal, from which MLflow gets its data, is enough
     tracked = world == 2 and seed == 0
 
@@ -150,7 +145,8 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
     finally:
         kill(container.pid, signal.SIGKILL)
         container.wait()
-    assert (tmp_path / "err").read_text() == "pipeline: the torchrun agent of this rank has died\n"
+    (line,) = (tmp_path / "err").read_text().splitlines()
+    assert "agent" in line
     assert not run.folder.exists()
 
 
@@ -160,14 +156,12 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
     tmp_path: Path, digits: Path
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL]
-    first = Job(tmp_path / "first", [*words, "train.epochs=1"])
-    assert first.run_in_forks().code == 0
+    first = Job(tmp_path / "first", [*words, "train.epochs=1"]).finished()
     # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part
     # of the batch, which changes the loss by up to 7 %.
     words += [f"model.init={first.folder}", "model.freeze=backbone"]
     words += ["train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
-    expected = Job(tmp_path / "uninterrupted", words, nproc=2)
-    assert expected.run_in_forks().code == 0
+    expected = Job(tmp_path / "uninterrupted", words, nproc=2).finished()
     run = Job(tmp_path / "run", words)
     for world, until in ((4, 25), (2, 50), (3, 75)):
         run.nproc = world
@@ -195,11 +189,9 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     tmp_path: Path, digits: Path, seed: int, notes: Notes
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "evaluate.every=1000 epochs", "train.max_steps=40"]
-    first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"])
-    assert first.run_in_forks().code == 0
+    first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"]).finished()
     words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs"]
-    expected = Job(tmp_path / "uninterrupted", words)
-    assert expected.run_in_forks().code == 0
+    expected = Job(tmp_path / "uninterrupted", words).finished()
     draw = random.Random(seed)
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
     for kind in draw.sample(("one rank", "one rank", "launcher"), 3):

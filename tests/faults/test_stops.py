@@ -25,12 +25,9 @@ EPOCH = 29  # steps
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
-    return Job(
-        folder,
-        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", f"data.workers={2 * nproc}",
-         "checkpoint.every=10 steps", "evaluate.batch=2", *more],
-        nproc=nproc,
-    )  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", f"data.workers={2 * nproc}",
+             "checkpoint.every=10 steps", "evaluate.batch=2"]  # fmt: skip
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
 @pytest.mark.fault("B1", ci=1, long=13)
@@ -163,7 +160,7 @@ def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path, nu
         process.send_signal(number)
         _, error = process.communicate()
     assert process.returncode == 75
-    assert error == "pipeline: interrupted: give the same command again\n"
+    assert (error.count("\n"), "the same command again" in error) == (1, True)
 
 
 def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, digits: Path) -> None:
