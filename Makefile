@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: servers help setup train ui test equivalence screenshots test-containers faults faults-ci guards cluster-test lint lock clean
+.PHONY: servers help setup train ui test equivalence screenshots test-containers faults faults-ci guards mutations cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -81,9 +81,12 @@ faults: setup
 	$(FAULTS) --faults long -m fault $(ARGS); first=$$?; \
 	if docker version >/dev/null 2>&1; then $(FAULTS) --engine --faults long -m fault $(ARGS); fi && exit $$first
 
-# removes each guard from a copy: its test must fail
+# removes each guard from a copy, or puts a fault into the core: its test must fail
 guards: setup
-	$(BIN)/python -m pytest --faults long tests/faults/test_guards.py
+	$(BIN)/python -m pytest --faults long tests/faults/test_guards.py -k "not mutation"
+
+mutations: setup
+	$(BIN)/python -m pytest --faults long tests/faults/test_guards.py -k mutation
 
 # BASE_IMAGE: another base image than the Dockerfile's
 test-containers: setup

@@ -2,11 +2,11 @@
 
 import json
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness import in_ranks
 from streams import prepare
 from torch import nn
 
@@ -46,24 +46,15 @@ def evaluate_alone(root: Path) -> tuple[dict[str, Any], torch.Tensor, list[int]]
 
 def evaluate_together(root: Path, size: int, folder: Path) -> Any:
     """Return what `size` processes found."""
-    forks = get_context("fork")
-    worlds = [
-        World(size, size, rank, rank, init_method=f"file://{folder}/store-{size}") for rank in range(size)
-    ]
     output = folder / f"{size}.json"
-    processes = [forks.Process(target=_run_rank, args=(root, world, output)) for world in worlds]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert not any(process.exitcode for process in processes)
+    assert not any(in_ranks(_run_rank, size, size, root, output))
     return json.loads(output.read_text())
 
 
-def _run_rank(root: Path, world: World, output: Path) -> None:
-    group = Group(world, torch.device("cpu"), 60)
+def _run_rank(rank: int, address: str, size: int, root: Path, output: Path) -> None:
+    group = Group(World(size, size, rank, rank, init_method=address), torch.device("cpu"), 60)
     result = evaluate(root, group, make_model())
-    if world.is_main:
+    if group.is_main:
         output.write_text(json.dumps(_found(result)))
     group.shutdown()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,6 +32,14 @@ import pipeline
 
 _PIPELINE = str(Path(pipeline.__file__).parent)
 _WAITING = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+def _gloo(options: Any, _: object) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+GLOO_FOR_NCCL = dist.Backend._BackendPlugin(_gloo, True)
+"""In place of NCCL, which needs a GPU."""
 
 
 class HostWaitError(Exception):

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -12,11 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import forked
+import pytest
+
+from pipeline.errors import RequestError
 
 DONE = re.compile(
     r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) top1=(?P<top1>[01]\.\d{4}) top5=(?P<top5>[01]\.\d{4})"
@@ -245,6 +250,22 @@ class Job:
         """Train to the end."""
         return self.start().wait()
 
+    def send(self, number: int) -> None:
+        """Send a signal to the process that was started."""
+        assert self.process
+        kill(self.process.pid, number)
+
+    def stop(self, number: int = signal.SIGTERM) -> Result:
+        """Send a signal, and return the result once all has ended."""
+        self.send(number)
+        return self.wait()
+
+    def finished(self) -> "Job":
+        """Train to the end, which must succeed; return the run."""
+        result = self.run()
+        assert result.code == 0, result.err
+        return self
+
     def run_in_forks(self) -> Result:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -319,8 +340,8 @@ class Job:
         return [pid for pid in pids if str(self.folder) in command_line(pid)]
 
     def wait_gone(self, seconds: float) -> None:
-        """Fail if a process of this run is alive after `seconds` (times SHARING)."""
-        end = time.monotonic() + seconds * SHARING
+        """Fail if a process of this run is alive after `seconds` (and more, on a busy machine)."""
+        end = time.monotonic() + seconds * SHARING + 10
         while left := self.processes():
             if time.monotonic() > end:
                 self.clean()
@@ -450,9 +471,78 @@ def assert_same(run: Job, expected: Job) -> None:
     assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 120) -> Any:
+    """Return the condition's first true value; fail after `timeout` seconds."""
+    end = time.monotonic() + timeout
+    while not (found := condition()):
+        assert time.monotonic() < end, f"no {what} in {timeout} s"
+        time.sleep(0.02)
+    return found
+
+
+def refused(call: Callable[[], object]) -> str:
+    """Return the one line with which a call is refused."""
+    with pytest.raises(RequestError) as refusal:
+        call()
+    line = str(refusal.value)
+    assert len(line.splitlines()) == 1
+    return line
+
+
+def in_ranks(function: Callable[..., object], size: int, *arguments: object) -> list[int | None]:
+    """Call `function(rank, address, *arguments)` in forks of this process. Return exit codes."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    process = multiprocessing.get_context("fork").Process  # of torch, which this process has imported
+    processes = [process(target=function, args=(rank, address, *arguments)) for rank in range(size)]
+    for rank in processes:
+        rank.start()
+    for rank in processes:
+        rank.join()
+    return [rank.exitcode for rank in processes]
+
+
 def kill(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def before_each(function: str, *statements: str) -> str:
+    """Return a prelude: the statements are executed before each call of a function.
+
+    They see the call's arguments as `words`, and how many there have been as `calls`.
+    """
+    place, _, name = function.rpartition(".")
+    body = "\n    ".join(statements)
+    return f"""\
+import os, signal, threading, time
+from pkgutil import resolve_name
+
+owner = resolve_name({place!r})
+inner, calls = owner.{name}, 0
+
+def call(*words, **options):
+    global calls
+    calls += 1
+    {body}
+    return inner(*words, **options)
+
+owner.{name} = call
+"""
+
+
+def freeze(pids: list[int]) -> None:
+    """Send SIGSTOP, and return once no thread of the processes runs any more."""
+    for pid in pids:
+        kill(pid, signal.SIGSTOP)
+    stats = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    wait_until(lambda: all(_state(stat) in "TZX" for stat in stats), "end of their system calls")
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def command_line(pid: int) -> str:
@@ -461,6 +551,23 @@ def command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Return the addresses and ports at which processes listen, see proc_pid_net(5)."""
+    found, links = set(), set()
+    for pid in (pids := list(pids)):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                links.add(os.readlink(path))
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pids[0]}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in links:
+                address, port = local.split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
 
 
 def children(pid: int) -> list[int]:

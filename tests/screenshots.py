@@ -52,15 +52,8 @@ PAGES = (
 
 
 def train(folder: Path, server: Server) -> Job:
-    data = f"data.root={folder / 'data' / 'digits'}"
-    words = [
-        "digits",
-        data,
-        f"track.uri={server.uri}",
-        "track.register=digits@best",
-        "train.epochs=6",
-        "run.threads=1",
-    ]
+    tracked = (f"track.uri={server.uri}", "track.register=digits@best")
+    words = ["digits", f"data.root={folder / 'data' / 'digits'}", *tracked, "train.epochs=6", "run.threads=1"]
     job = Job(folder / "runs" / "digits", words, nproc=2)
     print(two_nodes(job, HOSTS).done, flush=True)
     sent = pipeline("sync", str(job.folder))  # the rest that the sender has not sent yet

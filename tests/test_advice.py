@@ -2,14 +2,13 @@
 
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import forked
 import pytest
-from harness import children, environment, free_port, kill, variable
+from harness import children, environment, free_port, kill, variable, wait_until
 from object_store import Bucket
 from place import SMALL, Place
 
@@ -65,17 +64,7 @@ def start_holder(place: Place, *more: str) -> None:
     outputs = place.path / "held.out", place.path / "held.err"
     command = ["pipeline", "train", *words]
     place.holder = forked.server().start(command, environment(), outputs, cwd=place.path)
-    wait_until(place, lambda: bool(place.events("held", "started")))
-
-
-def wait_until(place: Place, condition: Callable[[], bool]) -> None:
-    """Wait for something that the other process does."""
-    assert place.holder
-    end = time.monotonic() + 120
-    while not condition():
-        assert place.holder.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: place.events("held", "started"), "start of the holder")
 
 
 def stop_holder(place: Place) -> None:
@@ -88,7 +77,7 @@ def stop_holder(place: Place) -> None:
 def lose_images(place: Place) -> None:
     """Remove the images once the other process has saved a checkpoint; it exits with 75."""
     assert place.holder
-    wait_until(place, lambda: bool(place.checkpoints("held")))
+    wait_until(lambda: place.checkpoints("held"), "checkpoint")
     (place.path / "images").rename(place.path / "away")
     assert place.holder.wait(60) == 75
     (place.path / "away").rename(place.path / "images")
@@ -97,7 +86,7 @@ def lose_images(place: Place) -> None:
 def kill_rank(place: Place) -> None:
     """Kill a process of the other run once it has saved a checkpoint; the run exits with 1."""
     assert place.holder
-    wait_until(place, lambda: bool(place.checkpoints("held")))
+    wait_until(lambda: place.checkpoints("held"), "checkpoint")
     (rank,) = (pid for pid in children(place.holder.pid) if variable(pid, "RANK") == "1")
     kill(rank, signal.SIGKILL)
     assert place.holder.wait(60) == 1

@@ -220,9 +220,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=12"]
-    run = Job(tmp_path_factory.mktemp("trained") / "run", [*words, "checkpoint.every=4 steps"])
-    assert run.run().done["step"] == "12"
-    return run
+    return Job(tmp_path_factory.mktemp("trained") / "run", [*words, "checkpoint.every=4 steps"]).finished()
 
 
 @pytest.fixture
@@ -271,17 +269,7 @@ def test_forbidden_changes_on_resume_are_refused_by_name(trained: Job, tmp_path:
     ):
         result = rerun(trained, tmp_path / "run", change).run()
         assert (result.code, named in result.error) == (2, True), result.err
-        assert result.seconds < 5
-
-
-@pytest.mark.full
-@pytest.mark.fault("F5")
-def test_allowed_changes_on_resume_are_accepted(trained: Job, tmp_path: Path) -> None:
-    words = (
-        "data.workers=1", "data.prefetch=4", "checkpoint.keep=1", "run.trace=false", "track.every=1 steps",
-        "checkpoint.every=5 steps", "train.epochs=3", "train.max_steps=14",
-    )  # fmt: skip
-    assert rerun(trained, tmp_path / "run", *words).run().done["step"] == "14"
+        assert "creating" not in result.err, "before the model is made"
 
 
 @pytest.mark.full
@@ -330,6 +318,6 @@ def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights if tensor.is_floating_point())
     second = run.run()
     assert (second.code, second.error) == (3, first.error)
-    assert second.seconds < 5, "it fails before it trains"
+    assert "creating" not in second.err, "it fails before it trains"
     run.arguments += [f"run.resume={run.folder}", "train.max_steps=1"]
     assert run.run().code == 0

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -144,13 +143,11 @@ def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:
         "watched = watchdog.Watchdog(1, Path(sys.argv[1]), 0, StopRequest())\n"
         "watched.start()\n"
         "with watched.allow_pause(2):\n"
-        "    time.sleep(30)\n"
+        "    time.sleep(600)\n"
     )
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "stacks")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert 3 < time.monotonic() - start < 20
     assert "made no progress for 4 s (run.timeout) and exits" in done.stderr
     assert "most recent call first" in (tmp_path / "stacks").read_text()

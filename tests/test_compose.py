@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from harness import listening
 from object_store import Weed
 
 import pipeline
@@ -171,19 +172,9 @@ class Store(Weed):
         text = (ROOT / "Dockerfile").read_text().partition(" AS store\n")[2].partition("ENTRYPOINT ")[2]
         words = json.loads(text.partition("]")[0].replace("\\\n", "") + "]")
         s3_port, *ports = self.more_ports
-        names = (
-            "master",
-            "volume",
-            "filer",
-            "master.port.grpc",
-            "volume.port.grpc",
-            "filer.port.grpc",
-            "s3.port.grpc",
-        )
-        given = [
-            f"-{name if '.' in name else f'{name}.port'}={port}"
-            for name, port in zip(names, ports, strict=False)
-        ]
+        names = ("master.port", "volume.port", "filer.port", "master.port.grpc", "volume.port.grpc",
+                 "filer.port.grpc", "s3.port.grpc")  # fmt: skip
+        given = [f"-{name}={port}" for name, port in zip(names, ports, strict=False)]
         changes = {
             "python3": sys.executable, "/opt/forward.py": str(ROOT / "docker/forward.py"),
             "8333": str(self.port), "8334": str(s3_port), "-s3.port=8334": f"-s3.port={s3_port}",
@@ -201,30 +192,22 @@ def test_the_store_opens_only_its_s3_port_to_other_containers(tmp_path: Path) ->
         client, name, contents = store.client(), store.make_bucket(), os.urandom(20 << 20)
         client.put_object(Bucket=name, Key="large", Body=contents)
         assert client.get_object(Bucket=name, Key="large")["Body"].read() == contents
-        open_ports = _open_ports(store.process.pid)
-        assert len(open_ports) > 5
-        # 127.0.0.1 is written backwards
-        assert {port for address, port in open_ports if address != "0100007F"} == {store.port}
+        opened = listening(_members(store.process.pid))
+        assert len(opened) > 5
+        assert {port for address, port in opened if address != "127.0.0.1"} == {store.port}
         store.process.terminate()
         assert store.process.wait(30) == 0
     finally:
         store.kill()
 
 
-def _open_ports(group: int) -> set[tuple[str, int]]:
-    """Return the addresses (as the kernel writes them) and ports at which a group listens."""
-    sockets: set[str] = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # it has ended
-            if os.getpgid(int(descriptor.parts[2])) == group:
-                sockets.add(os.readlink(descriptor))
-    rows = [
-        row.split()
-        for name in ("tcp", "tcp6")
-        for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    listening = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-    return {(address, int(port, 16)) for address, port in listening}
+def _members(session: int) -> list[int]:
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with suppress(ProcessLookupError):  # it has ended
+            if os.getsid(pid) == session:
+                found.append(pid)
+    return found
 
 
 def test_the_overlays_can_be_combined() -> None:

@@ -11,14 +11,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 from engine import CPU, REVISION, ROOT, docker
-from harness import DONE, free_port, pipeline
+from harness import DONE, free_port, pipeline, wait_until
+from mlflow import MlflowClient
+from mlflow.entities import Run
 
 pytestmark = pytest.mark.engine
 
@@ -64,16 +66,23 @@ class Project:
         """Return a file of the runs volume; the error of `cat` if it does not exist."""
         return docker("exec", self.container("trainer"), "cat", path, check=False)
 
+    def run(self, entrypoint: str, *words: str, service: str = "trainer", check: bool = True) -> str:
+        """Return the output of a program in a new container of a service."""
+        new = ("run", "--rm", "--no-deps", "--entrypoint", entrypoint, service)
+        return self.compose(*new, *words, check=check)
+
+    def mlflow_runs(self) -> tuple[MlflowClient, list[Run]]:
+        """Return the runs of the digits on this project's server, and a client of it."""
+        client = MlflowClient(f"http://127.0.0.1:{self.port}")
+        return client, list(client.search_runs([client.get_experiment_by_name("digits").experiment_id]))
+
     def step(self, run: str) -> int:
         """Return the last step in the journal of the running trainer."""
         rows = re.findall(r'"step": (\d+), "metrics"', self.read(f"/runs/{run}/journal.jsonl"))
         return int(rows[-1]) if rows else 0
 
-    def wait_for(self, condition: Callable[[], object], what: str, timeout: float = 180) -> None:
-        end = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < end, f"no {what} in {timeout} s: {self.logs('trainer')[-3000:]}"
-            time.sleep(0.3)
+    def wait_for_step(self, run: str, step: int) -> None:
+        wait_until(lambda: self.step(run) >= step, f"step {step}", 180)
 
 
 Popen = subprocess.Popen[bytes]
@@ -82,16 +91,8 @@ Popen = subprocess.Popen[bytes]
 @pytest.fixture(scope="module")
 def layers(images: None) -> Iterator[tuple[Popen, Popen]]:
     """Search all layers of the images for the secret, in the background: it takes a minute."""
-    search = [
-        "grep",
-        "--only-matching",
-        "--fixed-strings",
-        "--text",
-        "--regexp",
-        CANARY,
-        "--regexp",
-        TEXT_IN_LAYER,
-    ]
+    patterns = ("--regexp", CANARY, "--regexp", TEXT_IN_LAYER)
+    search = ["grep", "--only-matching", "--fixed-strings", "--text", *patterns]
     with (
         subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saving,
         subprocess.Popen(search, stdin=saving.stdout, stdout=subprocess.PIPE, text=True) as searching,
@@ -104,9 +105,8 @@ def layers(images: None) -> Iterator[tuple[Popen, Popen]]:
 @pytest.fixture(scope="module")
 def project(images: None, layers: tuple[Popen, Popen]) -> Iterator[Project]:
     """Train the digits with the command of the README and return the compose project."""
-    project = Project(
-        "pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION}
-    )
+    env = {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION}
+    project = Project("pipeline-test", free_port(), env)
     project.compose("down", "--volumes", "--timeout", "0")
     try:
         project.compose("up", "--detach", OVERRIDES=EXACT)
@@ -124,13 +124,10 @@ def expected(project: Project) -> dict[str, str]:
 def test_up_trains_the_digits_and_mlflow_has_the_run(
     project: Project, expected: dict[str, str], tmp_path: Path
 ) -> None:
-    import mlflow
-
     assert expected["images"] == "360/360"
     assert float(expected["top1"]) >= 0.97
     assert "MLflow did not" not in project.logs("trainer")
-    client = mlflow.MlflowClient(f"http://127.0.0.1:{project.port}")
-    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    client, (run,) = project.mlflow_runs()
     assert run.info.status == "FINISHED"
     assert run.data.metrics["val/top1"] == pytest.approx(float(expected["top1"]), abs=5e-5)
     assert run.data.tags["mlflow.docker.image.uri"] == "ddp-pipeline"
@@ -139,47 +136,36 @@ def test_up_trains_the_digits_and_mlflow_has_the_run(
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert artifacts >= {"config.yaml", "plan.json", "journal.jsonl"}
     journal = Path(client.download_artifacts(run.info.run_id, "journal.jsonl", str(tmp_path)))
-    assert journal.read_text() == project.compose(
-        "run", "--rm", "--no-deps", "--entrypoint", "cat", "trainer", "/runs/digits/journal.jsonl"
-    )
+    assert journal.read_text() == project.run("cat", "/runs/digits/journal.jsonl")
 
 
 def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(
     project: Project, expected: dict[str, str]
 ) -> None:
-    import mlflow
-
     env = {"RUN": "killed", "OVERRIDES": EXACT}
     project.compose("up", "--detach", **env)
-    project.wait_for(lambda: project.step("killed") >= 30, "step 30")
+    project.wait_for_step("killed", 30)
     project.compose("kill", "trainer")
     assert project.wait() == 137
     project.compose("up", "--detach", **env)
-    project.wait_for(lambda: project.step("killed") >= 60, "step 60")
+    project.wait_for_step("killed", 60)
     project.compose("kill", "mlflow")  # must not affect the training
     assert project.wait() == 0, project.logs("trainer")
     assert project.done() == expected
     assert "resuming from" in project.logs("trainer")
     project.compose("up", "--detach", "--wait", "mlflow")
     project.compose("run", "--rm", "--entrypoint", "pipeline", "trainer", "sync", "/runs/killed", **env)
-    client = mlflow.MlflowClient(f"http://127.0.0.1:{project.port}")
-    runs = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"], (
-        "one run for each training, not for each start"
-    )
-    points = [
-        (point.step, point.value) for point in client.get_metric_history(runs[0].info.run_id, "train/loss")
-    ]
-    assert sorted(points) == sorted(
-        (point.step, point.value) for point in client.get_metric_history(runs[1].info.run_id, "train/loss")
-    )
+    client, runs = project.mlflow_runs()
+    assert [run.info.status for run in runs] == ["FINISHED"] * 2, "one for each training, not for each start"
+    histories = (client.get_metric_history(run.info.run_id, "train/loss") for run in runs)
+    first, second = (sorted((point.step, point.value) for point in history) for history in histories)
+    assert first == second
 
 
 def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
     project: Project, expected: dict[str, str]
 ) -> None:
     import boto3
-    import mlflow
 
     port, key, secret = str(free_port()), "tester", f"{CANARY}-of-the-store"
     env = {"REVISION": REVISION, "STORE_PORT": port, "RUN": "mirrored", "OVERRIDES": EXACT}
@@ -193,10 +179,9 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
     stored.compose("down", "--volumes", "--timeout", "0")
     try:
         stored.compose("up", "--detach")
-        stored.wait_for(
-            lambda: list(bucket.objects.filter(Prefix="mirrored/checkpoints/")), "checkpoint in the bucket"
-        )
-        stored.wait_for(lambda: stored.step("mirrored") >= 40, "step 40")
+        uploaded = bucket.objects.filter(Prefix="mirrored/checkpoints/")
+        wait_until(lambda: list(uploaded), "checkpoint in the bucket", 180)
+        stored.wait_for_step("mirrored", 40)
         stored.compose("kill", "trainer")
         volumes = _anonymous_volumes(stored)
         stored.compose("rm", "--force", "--volumes", "trainer")
@@ -206,8 +191,7 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
         assert stored.wait() == 0, stored.logs("trainer")
         assert stored.done() == expected
         assert "resuming from" in stored.logs("trainer")
-        client = mlflow.MlflowClient(f"http://127.0.0.1:{stored.port}")
-        (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+        _, (run,) = stored.mlflow_runs()
         assert run.info.status == "FINISHED"
         assert CANARY not in stored.logs("trainer") + stored.logs("store") + stored.logs("mlflow")
         found = json.loads(docker("inspect", stored.container("store")))[0]
@@ -230,21 +214,14 @@ def _anonymous_volumes(project: Project) -> list[str]:
 @pytest.mark.fault("B3", ci=1, long=20)
 def test_docker_stop_saves_the_last_step(project: Project, seed: int) -> None:
     run = f"stopped-{seed}"
-    env = {
-        "RUN": run,
-        "OVERRIDES": EXACT + " run.trace=true train.epochs=1000 evaluate.every=50\\ epochs track.uri=none",
-    }
-    project.compose("up", "--detach", "--no-deps", "trainer", **env)
-    project.wait_for(lambda: project.step(run) > 0, "step")
+    words = EXACT + " run.trace=true train.epochs=1000 evaluate.every=50\\ epochs track.uri=none"
+    project.compose("up", "--detach", "--no-deps", "trainer", RUN=run, OVERRIDES=words)
+    project.wait_for_step(run, 1)
     time.sleep(random.Random(seed).uniform(0, 3))
-    started = time.monotonic()
     project.compose("stop", "trainer")
-    assert time.monotonic() - started < 20
-    assert project.wait() not in (0, 137)
-    shell = ["run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c"]
-    output = project.compose(
-        *shell, f"ls /runs/{run}/checkpoints | tail -n 1; tail -n 1 /runs/{run}/trace.jsonl"
-    )
+    assert project.wait() not in (0, 137), "it ends by itself, before the engine kills it"
+    last = f"ls /runs/{run}/checkpoints | tail -n 1; tail -n 1 /runs/{run}/trace.jsonl"
+    output = project.run("sh", "-c", last)
     saved, trained = re.findall(r"step-(\d{8})\.", output), re.findall(r'"step": (\d+)', output)
     assert int(saved[-1]) == int(trained[-1])
     assert f"step {int(trained[-1])} is saved" in project.logs("trainer")
@@ -259,34 +236,19 @@ def test_a_container_has_minimal_privileges(project: Project) -> None:
         assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
         assert host["SecurityOpt"] == ["no-new-privileges:true"]
         assert "docker.sock" not in json.dumps(found["Mounts"])
-    status = project.compose(
-        "run", "--rm", "--no-deps", "--entrypoint", "cat", "trainer", "/proc/self/status"
-    )
+    status = project.run("cat", "/proc/self/status")
     assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
     assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
     assert re.search(r"^Uid:\s+10001\s+10001", status, re.MULTILINE)
-    write = project.compose(
-        "run", "--rm", "--no-deps", "--entrypoint", "touch", "trainer", "/opt/x", check=False
-    )
-    assert "Read-only file system" in write
+    assert "Read-only file system" in project.run("touch", "/opt/x", check=False)
 
 
-def test_the_image_has_the_prerequisites_of_torch_compile(project: Project) -> None:
-    compiling = (
-        "echo '#include <Python.h>' | gcc -shared -fPIC -x c"
-        " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - &&"
-        " echo compiled"
-    )
-    run = ("run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c", compiling)
-    assert "compiled" in project.compose(*run)
-
-
-def test_the_image_has_jpegtran(project: Project) -> None:
-    code = (
-        "from pipeline.addons.datasets.jpeg_restarts import check_jpegtran; check_jpegtran(); print('usable')"
-    )
-    found = project.compose("run", "--rm", "--no-deps", "--entrypoint", "python", "trainer", "-c", code)
-    assert "usable" in found
+def test_the_image_has_the_prerequisites_of_torch_compile_and_packs(project: Project) -> None:
+    include = "import sysconfig; print(sysconfig.get_path('include'))"
+    gcc = f'gcc -shared -fPIC -x c -I $(python -c "{include}") -o /tmp/launcher.so -'
+    assert "compiled" in project.run("sh", "-c", f"echo '#include <Python.h>' | {gcc} && echo compiled")
+    code = "from pipeline.addons.datasets.jpeg_restarts import check_jpegtran; check_jpegtran()"
+    assert "usable" in project.run("sh", "-c", f'python -c "{code}" && echo usable')
 
 
 @pytest.mark.fault("H3")
@@ -297,9 +259,7 @@ def test_a_secret_in_the_environment_is_in_no_log_file_or_layer(
     assert CANARY not in project.logs("trainer") + project.logs("mlflow")
     options = ("--recursive", "--files-with-matches", "--text")
     for service, folder in (("trainer", "/runs"), ("mlflow", "/mlflow")):
-        grep = ("run", "--rm", "--no-deps", "--entrypoint", "grep", service, *options)
-        assert CANARY not in project.compose(*grep, "no-such-word", folder, check=False)
-        assert project.compose(*grep, CANARY, folder, check=False).strip() == ""
+        assert project.run("grep", *options, CANARY, folder, service=service, check=False).strip() == ""
     for image in IMAGES:
         assert CANARY not in docker("history", "--no-trunc", image) + docker("inspect", image)
     saving, searching = layers

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import boto3
 import mlflow
 import pytest
-from harness import Job, Result, environment, quick, read_rows
+from harness import Job, Result, environment, quick, read_rows, wait_until
 from mlflow.entities import Run
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 from object_store import Bucket, FaultProxy
@@ -41,9 +41,8 @@ PARTS = {"description", "inputs", "files", "figures", "model"}
 def original(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     """Train a run whose journal has everything, and that no server has."""
     words = ("evaluate.every=4 steps", "track.uri=none", "track.report=true", "track.register=digits@best")
-    job = tracked_job(tmp_path_factory.mktemp("original") / "run", digits, "train.max_steps=8", *words)
-    assert job.run().code == 0
-    return job
+    folder = tmp_path_factory.mktemp("original") / "run"
+    return tracked_job(folder, digits, "train.max_steps=8", *words).finished()
 
 
 @pytest.fixture
@@ -97,13 +96,6 @@ def _artifacts(server: Server, run: Run, folder: str = "") -> set[str]:
         return {file["path"] for file in json.load(answer).get("files", [])}
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 30) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, f"no {what} in {timeout} s"
-        time.sleep(0.1)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("is_killed", "status"), [(False, "FINISHED"), (True, "FAILED")])
 def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
@@ -128,7 +120,7 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
             if not is_killed:
                 sender.stdin.write(TRAINING_DONE)
             sender.stdin.close()
-            wait_until(lambda: server.run_of(run).info.status == status, f"the status {status}", 15)
+            wait_until(lambda: server.run_of(run).info.status == status, f"the status {status}")
             if is_killed:
                 assert sender.wait(30) == 75
             else:

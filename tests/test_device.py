@@ -1,17 +1,16 @@
 """Requests that depend on GPUs are checked on a machine without one."""
 
-import multiprocessing
 import os
 import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import free_port
+from fake_cuda import GLOO_FOR_NCCL
+from harness import in_ranks
 
 from pipeline import device, machine
 from pipeline.addons.ops.model import check_model_builds
@@ -143,14 +142,10 @@ def test_a_process_may_see_all_gpus_or_only_its_own(
         assert choose_device(load("digits", []), world) == torch.device("cuda", expected)
 
 
-def _join_with_gpu(rank: int, address: str, uuid: str) -> None:
-    """Join a group of two processes, whose GPU has this UUID; exit with the code of the error."""
-
-    def nccl(options: Any, _: object) -> dist.ProcessGroupGloo:  # there is no NCCL without a GPU
-        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-
-    dist.Backend._plugins["NCCL"] = dist.Backend._BackendPlugin(nccl, True)
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # type: ignore[assignment, misc]
+def _join_with_gpu(rank: int, address: str, *uuids: str) -> None:
+    """Join a group of two processes, whose GPUs have these UUIDs; exit with the error's code."""
+    dist.Backend._plugins["NCCL"] = GLOO_FOR_NCCL
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[rank])  # type: ignore[assignment, misc]
     code = 0
     try:
         form_group(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
@@ -165,15 +160,7 @@ def _join_with_gpu(rank: int, address: str, uuid: str) -> None:
 
 @pytest.mark.parametrize(("uuids", "code"), [(("GPU-0", "GPU-0"), 2), (("GPU-0", "GPU-1"), 0)])
 def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], code: int) -> None:
-    context = multiprocessing.get_context("fork")  # of torch, which this process has imported
-    address = f"tcp://127.0.0.1:{free_port()}"
-    arguments = [(rank, address, uuid) for rank, uuid in enumerate(uuids)]
-    processes = [context.Process(target=_join_with_gpu, args=words) for words in arguments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [code, code]
+    assert in_ranks(_join_with_gpu, 2, *uuids) == [code, code]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,6 @@ def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
 
 
-@pytest.mark.full
 def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0",
              "run.deterministic=false", "train.ema=0.5", "checkpoint.every=1 steps"]  # fmt: skip

@@ -18,10 +18,8 @@ FORMATS = ("torch.export", "onnx", "safetensors")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "run"
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1", "train.ema=0.9"]
-    assert Job(folder, words).run().code == 0
-    return folder
+    return Job(tmp_path_factory.mktemp("runs") / "run", words).finished().folder
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -41,7 +39,7 @@ def test_an_exported_model_makes_the_same_predictions(
 
     full = quick("export", str(run), "--to", form, "--out", str(small_disk / "model"))
     assert full.code == 4
-    assert full.error == f"{small_disk / 'model'} cannot be written: No space left on device"
+    assert full.error.startswith(f"{small_disk / 'model'} cannot be written: ")
     assert list(small_disk.iterdir()) == []
 
 

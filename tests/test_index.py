@@ -69,13 +69,9 @@ def test_a_start_from_the_cache_takes_less_than_a_second(
     built = open_index(root, HoldOut(), tmp_path, check_sizes=False)
     assert len(built.train) == count
     monkeypatch.setattr(manifest, "scan", None)  # a call would fail
-    starts = []
-    for _ in range(3):
-        start = time.monotonic()
-        index = open_index(root, HoldOut(), tmp_path, check_sizes=False)
-        starts.append(time.monotonic() - start)
-    assert index.digest == built.digest
-    assert min(starts) < 1
+    start = time.process_time()
+    assert open_index(root, HoldOut(), tmp_path, check_sizes=False).digest == built.digest
+    assert time.process_time() - start < 1, "s of CPU time"
 
 
 def test_the_garbage_collector_never_scans_imported_objects(tmp_path: Path, digits: Path) -> None:

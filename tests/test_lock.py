@@ -6,13 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_each_sample_once, kill
+from harness import SMALL, Job, assert_each_sample_once, freeze, kill
 from mlflow import MlflowClient
 
 from pipeline.addons.deploy.takeover import STALE_S
@@ -216,9 +215,7 @@ def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
-    assert run.run().code == 0
-    return run
+    return job(tmp_path_factory.mktemp("uninterrupted") / "run", digits).finished()
 
 
 def job(folder: Path, digits: Path, *more: str) -> Job:
@@ -253,10 +250,8 @@ def taken_over(old: Job, steps: int) -> Job:
     Return the new run, which continues.
     """
     frozen = old.processes()
-    for pid in frozen:
-        kill(pid, signal.SIGSTOP)
+    freeze(frozen)
     holder = old.ranks()[0]
-    time.sleep(0.5)  # their system calls end: one may refresh the lock
     for path in old.folder.glob("*lock"):
         age(path)
     link = old.folder.with_name("new")  # so that the output of the two has files of its own
@@ -264,9 +259,7 @@ def taken_over(old: Job, steps: int) -> Job:
     new = Job(link, old.arguments).start()
     new.wait_for_step(old.step() + steps)
     assert f"from process {holder} on " in new.log()
-    for pid in new.processes():
-        kill(pid, signal.SIGSTOP)
-    time.sleep(0.1)  # their system calls end
+    freeze(new.processes())
     before = contents(old.folder)
     for pid in frozen:
         kill(pid, signal.SIGCONT)

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, bench, kill, quick
+from harness import SMALL, Job, bench, quick
 from mlflow.entities import Run
 from server import Server, tracked_job
 
@@ -15,9 +15,7 @@ def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
 
 
 def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Job, Run]:
-    run = job(folder, digits, server, *more)
-    result = run.start().wait()
-    assert result.code == 0, result.err
+    run = job(folder, digits, server, *more).finished()
     return run, server.run_of(run)
 
 
@@ -67,8 +65,7 @@ def test_two_senders_send_each_metric_once(tmp_path: Path, digits: Path, server:
     by_hand = quick("sync", str(run.folder))
     assert by_hand.code == 75, "beside a live sender it sends nothing"
     assert f" on {socket.gethostname()} since " in by_hand.error
-    assert run.process
-    kill(run.process.pid, signal.SIGKILL)  # the sender outlives its training
+    run.send(signal.SIGKILL)  # the sender outlives its training
     assert quick("sync", str(run.folder)).code == 0  # waits until the sender has noticed
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import SMALL, Job
+from harness import SMALL, Job, before_each
 
 from pipeline.addons.models.memory import explain_shortage, fit_passes, try_pass
 from pipeline.config.load import load
@@ -87,16 +87,10 @@ def test_a_library_that_is_out_of_memory_counts_and_another_error_does_not(error
 def test_out_of_memory_in_the_first_steps_ends_the_request(
     tmp_path: Path, digits: Path, step: int, code: int
 ) -> None:
-    prelude = f"""
-import torch
-from pipeline.train.step import Step
-apply = Step.apply_gradients
-def apply_gradients(self):
-    if self._state.step == {step}:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    apply(self)
-Step.apply_gradients = apply_gradients
-"""
+    shortage = "import torch; raise torch.OutOfMemoryError('CUDA out of memory')"
+    prelude = before_each(
+        "pipeline.train.step:Step.apply_gradients", f"if words[0]._state.step == {step}: {shortage}"
+    )
     job = Job(tmp_path / "run", ["digits", *SMALL, f"data.root={digits}"], prelude=prelude)
     result = job.run_in_forks()
     assert result.code == code, result.err

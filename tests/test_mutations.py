@@ -20,7 +20,7 @@ from pipeline.config.load import load
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError
 
-MAX_SECONDS = 30
+MAX_CPU_S = 30
 MAX_KIB = 512 * 1024
 MARKERS = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 0xDD, 0xE7, 0xFF)]
 
@@ -83,7 +83,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int, full: bool, jpegtran: str
     rng = np.random.default_rng(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], rng) for i in range(count)]):
-        start = time.monotonic()
+        start = time.process_time()
         try:
             picture = Picture.open(data)
             top, left = picture.height // 4, picture.width // 4
@@ -101,7 +101,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int, full: bool, jpegtran: str
                 )
             except (UnreadableError, OSError):
                 pass
-        assert time.monotonic() - start < MAX_SECONDS, number
+        assert time.process_time() - start < MAX_CPU_S, number
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_KIB
 
 

@@ -118,7 +118,7 @@ def test_a_copied_checkpoint_is_refused_until_it_has_its_name_back(place: Place)
     for command in commands:
         refused = quick(*command, cwd=place.path)
         assert refused.code == 4
-        assert refused.error.endswith(": rename it to its original name")
+        assert "rename it" in refused.error
     (place.path / "model.pt").rename(place.path / checkpoint.name)
     assert quick("predict", checkpoint.name, "images/val", cwd=place.path).code == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SHARING
+from harness import refused, wait_until
 from object_store import Bucket, FaultProxy
 from server import foreign_server
 
@@ -135,7 +135,7 @@ WRONG: dict[str, dict[str, str | None]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_requests_are_refused_at_once_in_one_line_without_a_secret(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
+    bucket: Bucket, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
 ) -> None:
     for name, value in WRONG[wrong].items():
         monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
@@ -143,14 +143,11 @@ def test_wrong_requests_are_refused_at_once_in_one_line_without_a_secret(
     place = "s3://no-such-bucket/x" if wrong == "bucket" else bucket.place
     # it begins with HEAD, whose answer does not tell a missing bucket from a missing object
     names = METHODS.keys() - ({"read_to"} if wrong == "bucket" else set())
-    started = time.monotonic()
     for name in names:
-        with pytest.raises(RequestError, match=place) as refused:
-            METHODS[name](Store(place), tmp_path / "file")
-        assert "\n" not in str(refused.value)
-        for secret in (bucket.server.secret, bucket.server.key, "wrongsecret"):
-            assert secret not in str(refused.value)
-    assert time.monotonic() - started < 20 * SHARING
+        line = refused(lambda name=name: METHODS[name](Store(place), tmp_path / "file"))
+        assert place in line
+        assert not any(secret in line for secret in (bucket.server.secret, bucket.server.key, "wrongsecret"))
+    assert len(fault_proxy.requests) <= len(names), "no request is repeated"
 
 
 @pytest.mark.parametrize("fault", ["dead", "stall", "500"])
@@ -173,7 +170,7 @@ def test_a_store_that_is_dead_or_always_fails_is_an_outage_after_bounded_time(
     with ThreadPoolExecutor(len(METHODS)) as pool:
         # a store that deletes the object and cannot say so changes what the others see
         list(pool.map(use, METHODS.keys() - {"create", "delete"}))
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 120
 
 
 def test_an_upload_that_is_killed_leaves_no_object(
@@ -187,8 +184,7 @@ def test_an_upload_that_is_killed_leaves_no_object(
         " Store(sys.argv[1]).upload(Path(sys.argv[2]), 'large')"
     )
     with subprocess.Popen([sys.executable, "-c", program, bucket.place, str(path)]) as process:
-        while process.poll() is None and len(fault_proxy.requests) < 3:  # in a part
-            time.sleep(0.01)
+        wait_until(lambda: len(fault_proxy.requests) >= 3, "a part")
         process.kill()
     assert process.returncode
     assert not bucket.names()

@@ -47,14 +47,8 @@ def folder(tmp_path: Path) -> Path:
     pixels = np.zeros((1, 3, 8, 8), np.uint8)
     save_evaluation(run, 28, SavedEvaluation(predictions, CLASSES, np.array([1]), pixels))
     save_augmented(run, pixels, CLASSES[:1])
-    evaluated = {
-        "step": 28,
-        "weights": "sha256:4f0c",
-        "top1": 2 / 3,
-        "top5": 0.98,
-        "loss": 0.5,
-        "images": "3/3",
-    }
+    scores = {"top1": 2 / 3, "top5": 0.98, "loss": 0.5, "images": "3/3"}
+    evaluated = {"step": 28, "weights": "sha256:4f0c", **scores}
     tags = {"world": 2, "epochs": 2, "data": "1f2e", "version": "0.2", "device": "<b>GPU</b>"}
     times = {"time/epoch_s": 8.0, "time/data_s": 6.0, "time/copy_s": 2.0, "time/images_per_s": 300.0}
     rows = [

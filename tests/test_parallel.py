@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 import torch
-from harness import SMALL, Job, free_port, kill, quick, two_nodes
+from harness import SMALL, Job, before_each, free_port, kill, quick, two_nodes
 from streams import make_trainer
 from torch import nn
 from torchvision import models
@@ -269,16 +269,11 @@ def test_all_processes_refuse_a_save_if_one_has_a_buffer_that_is_not_finite(
     tmp_path: Path, digits: Path
 ) -> None:
     run = job(tmp_path / "run", digits, 2, "parallel=fsdp", "train.max_steps=2", "run.timeout=20")
-    run.prelude = (
-        "import os\n"
-        "from pipeline.train import loop\n"
-        "save = loop.save\n"
-        "def spoil_and_save(trainer, **options):\n"
-        "    buffers = trainer.state.model.named_buffers()\n"
-        "    if os.environ['RANK'] == '1':\n"
-        "        next(buffer for name, buffer in buffers if 'running_var' in name).fill_(float('inf'))\n"
-        "    save(trainer, **options)\n"
-        "loop.save = spoil_and_save\n"
+    run.prelude = before_each(
+        "pipeline.train.loop.save",
+        "buffers = words[0].state.model.named_buffers()",
+        "first = next(buffer for name, buffer in buffers if 'running_var' in name)",
+        "if os.environ['RANK'] == '1': first.fill_(float('inf'))",
     )
     result = run.run_in_forks()
     assert (result.code, result.err.count("weights are not finite at step 2: not saved")) == (3, 1), (

@@ -58,7 +58,8 @@ def two_ranks(folder: Path, digits: Path, word: str = "", **env: str) -> Result:
 def test_a_run_is_portable_only_if_it_is_on_every_rank(tmp_path: Path, digits: Path) -> None:
     assert two_ranks(tmp_path / "run", digits, ONEDNN_MAX_CPU_ISA="SSE41").code == 0
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan["portable_reason"] == "on rank 1: the environment has ONEDNN_MAX_CPU_ISA=SSE41: unset it"
+    assert plan["portable_reason"].startswith("on rank 1: ")
+    assert "ONEDNN_MAX_CPU_ISA=SSE41" in plan["portable_reason"]
 
 
 def test_ranks_that_would_train_differently_are_refused(tmp_path: Path, digits: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import SMALL, Job, Result, free_port
+from fake_cuda import GLOO_FOR_NCCL
+from harness import SMALL, Job, Result, before_each, free_port
 
 from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
@@ -79,16 +80,8 @@ def test_weights_are_compared_before_every_save(tmp_path: Path, digits: Path, ex
 
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, 2, "train.max_steps=6", "track.every=2 steps")
-    run.prelude = """
-import os, time, torch.nn.functional as functional
-original = functional.cross_entropy
-
-def slow(*arguments, **options):
-    time.sleep(0.3 * int(os.environ["RANK"]))
-    return original(*arguments, **options)
-
-functional.cross_entropy = slow
-"""
+    slow = "time.sleep(0.3 * int(os.environ['RANK']))"
+    run.prelude = before_each("torch.nn.functional.cross_entropy", slow)
     result = run.run()
     assert result.code == 0, result.err
     assert result.err.count(" is slow: ") == result.err.count("rank 1 is slow") == 1, result.err
@@ -136,15 +129,12 @@ def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank() -> None:
 
 
 def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nccl(options: Any, _: object) -> dist.ProcessGroupGloo:  # there is no NCCL without a GPU
-        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
-
     def timeouts() -> list[float]:
         assert dist.group.WORLD
         backends = [dist.group.WORLD._get_backend(torch.device(name)) for name in ("cpu", "cuda")]
         return [backend.options._timeout.total_seconds() for backend in backends]
 
-    monkeypatch.setitem(dist.Backend._plugins, "NCCL", dist.Backend._BackendPlugin(nccl, True))
+    monkeypatch.setitem(dist.Backend._plugins, "NCCL", GLOO_FOR_NCCL)
     world = World(init_method=f"tcp://127.0.0.1:{free_port()}")
     group = Group(world, torch.device("cuda"), 300)
     try:

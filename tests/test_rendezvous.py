@@ -8,9 +8,11 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -28,6 +30,7 @@ from harness import (
     quick,
     read_rows,
     torchrun,
+    wait_until,
 )
 from object_store import Bucket
 
@@ -63,7 +66,7 @@ def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_sto
     assert not membership.update(found, heard).is_over
     over = membership.update(found, heard + 1)
     assert over.is_over
-    assert over.reason == "trainer-1 has not been heard of for 30 s"
+    assert over.reason.startswith("trainer-1 ")
     found[1] = replace(found[1], is_waiting=True)
     assert membership.update(found, heard + 2).is_over, "trainer-2 is still stopping its ranks"
     found[3] = replace(found[3], is_waiting=True)
@@ -75,7 +78,7 @@ def test_a_node_that_was_just_killed_is_not_in_the_next_round_and_is_named() -> 
     found[2] = replace(found[2], heard=12)
     assert membership.update(found, 20).members == (1, 3)
     lacking = Membership(LEADER, [3]).waiting_for({1: found[1], 3: found[3]}, 20)
-    assert lacking == "more nodes (2 of 3 are here: trainer-0, trainer-2)"
+    assert "2 of 3 are here: trainer-0, trainer-2" in lacking
 
 
 def test_an_agent_that_never_comes_back_is_not_waited_for_without_end() -> None:
@@ -96,9 +99,7 @@ def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() ->
     found[3] = Node("trainer-2", heard=100, arrived=1)
     found = {key: replace(node, heard=100) for key, node in found.items()}
     assert not membership.update(found, 100).is_over
-    assert (
-        membership.waiting_for(found, 100) == "3 nodes are here; 2 of them train, the most that are allowed"
-    )
+    assert membership.waiting_for(found, 100).startswith("3 nodes are here; 2 of them train")
     found[4] = Node("trainer-3", heard=100, arrived=1)
     assert membership.update(found, 100).reason == "trainer-2, trainer-3 can join"
 
@@ -142,25 +143,39 @@ class Agents:
         kill(agent.pid, number)
         agent.wait(60)
 
+    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
+        """Return the condition's first true value; fail if the first agent ends before."""
+
+        def is_met() -> Any:
+            found = condition()
+            assert found or self.running[0].poll() is None, self.log()
+            return found
+
+        return wait_until(is_met, what, 90 * SHARING)
+
     def wait_for_leader(self) -> None:
         """Wait until an agent leads: other agents can connect to it."""
         host, _, port = self.endpoint.partition(":")
-        while self.running[0].poll() is None:
-            with suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
-                return
-            time.sleep(0.1)
-        raise AssertionError(self.log())
 
-    def wait_for_world(self, size: int, timeout: float = 90 * SHARING) -> int:
+        def answers() -> bool:
+            with suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
+                return True
+            return False
+
+        self.wait_for(answers, "leader")
+
+    def wait_for_world(self, size: int) -> int:
         """Wait until a step is made by `size` processes; return it."""
-        deadline = time.monotonic() + timeout
-        while True:
-            starts = self.run.starts()
-            if starts and starts[-1]["tags"]["world"] == size and self.run.step() > starts[-1]["step"]:
-                return self.run.step()
-            assert time.monotonic() < deadline, f"no world of {size} in {timeout} s:\n{self.log()}"
-            assert self.running[0].poll() is None, self.log()
-            time.sleep(0.05)
+
+        def step() -> int:
+            starts, step = self.run.starts(), self.run.step()
+            is_formed = starts and starts[-1]["tags"]["world"] == size
+            return step if is_formed and step > starts[-1]["step"] else 0
+
+        return int(self.wait_for(step, f"world of {size}"))
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda: self.run.step() >= step, f"step {step}")
 
     def log(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in self.logs)
@@ -187,17 +202,12 @@ def test_nodes_that_come_and_go_do_not_change_the_run(
     try:
         agents.start().start()
         for size, change in ((2, -1), (1, 1), (2, 1), (3, -2), (1, -1)):
-            step = agents.wait_for_world(size) + draw.randint(1, 5)
-            while run.step() < step:
-                time.sleep(0.05)
+            agents.wait_for_step(agents.wait_for_world(size) + draw.randint(1, 5))
             for _ in range(change):
                 agents.start()
             for _ in range(-change):
-                agents.stop(
-                    draw.choice((signal.SIGTERM, signal.SIGKILL))
-                    if len(agents.running) > 1
-                    else signal.SIGTERM
-                )
+                is_last = len(agents.running) == 1
+                agents.stop(signal.SIGTERM if is_last else draw.choice((signal.SIGTERM, signal.SIGKILL)))
     finally:
         agents.close()
     resized = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "resized"]
@@ -223,7 +233,7 @@ def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(
         agents.wait_for_world(2)
         (waiting,) = [agent for agent in agents.running if not children(agent.pid)]
         kill(waiting.pid, signal.SIGTERM)
-        waiting.wait(5 * SHARING)  # a signal ends a wait
+        waiting.wait(60)  # a signal ends a wait
     finally:
         agents.close()
     assert {row["tags"]["world"] for row in agents.run.starts()} == {2}
@@ -232,7 +242,7 @@ def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(
 def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path) -> None:
     agents = Agents(tmp_path, digits, "2", conf="join_timeout=3")
     agents.start()
-    assert agents.running[0].wait(30 * SHARING) == 75, agents.log()
+    assert agents.running[0].wait(120) == 75, agents.log()
     (line,) = [line for line in agents.logs[0].read_text().splitlines() if line.startswith("pipeline: ")]
     assert "(1 of 2 are here: " in line
     assert "Traceback" not in agents.log()
@@ -246,14 +256,11 @@ def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: 
         last = agents.running.pop()
         kill(last.pid, signal.SIGSTOP)
         frozen = time.monotonic()
-        deadline = frozen + (LOST + 40) * SHARING
-        while children(agents.running[0].pid):
-            assert time.monotonic() < deadline, f"the peer still trains:\n{agents.log()}"
-            time.sleep(0.2)
+        agents.wait_for(lambda: not children(agents.running[0].pid), "end of the peer's training")
         # the leader counts from the last heartbeat, the agent from its thaw: let both be sure
         time.sleep(max(0, frozen + LOST + 2 - time.monotonic()))
         kill(last.pid, signal.SIGCONT)
-        assert last.wait(10 * SHARING) == 75, agents.log()
+        assert last.wait(60) == 75, agents.log()
     finally:
         agents.close()
     assert "this node exits, and may be started again" in agents.log()
@@ -261,7 +268,7 @@ def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: 
 
 def test_wrong_options_are_refused(tmp_path: Path, digits: Path) -> None:
     agents = Agents(tmp_path, digits, "1:3", conf="allowed_nodes=4+8").start()
-    assert agents.running[0].wait(30 * SHARING) == 2
+    assert agents.running[0].wait(120) == 2
     assert "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3" in agents.log()
 
 
@@ -281,15 +288,12 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
         for run.folder in disks[:2]:
             agents.start().wait_for_leader()
         run.folder = disks[0]
-        step = agents.wait_for_world(2) + random.Random(seed).randint(8, 20)
-        while run.step() < step:
-            time.sleep(0.05)
+        agents.wait_for_step(agents.wait_for_world(2) + random.Random(seed).randint(8, 20))
         lost = agents.running.pop(0)
         kill(lost.pid, signal.SIGKILL)
         lost.wait(10)
         began = time.monotonic()
-        while children(lost.pid):
-            time.sleep(0.05)
+        wait_until(lambda: not children(lost.pid), "end of its ranks")
         shutil.rmtree(disks[0])
         run.folder = disks[2]
         agents.wait_for_leader()
@@ -314,22 +318,17 @@ def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(
     """A node joins, then node 0 is lost and replaced: torchrun counts no restart of the ranks."""
     agents = Agents(tmp_path, digits, "1:2", "train.epochs=1000", "checkpoint.keep=10")
     run = agents.run
-    before = Job(run.folder, [*run.arguments, "train.max_steps=8"])
-    assert before.run().code == 0
+    before = Job(run.folder, [*run.arguments, "train.max_steps=8"]).finished()
     (checkpoint,) = [path for path in before.checkpoints() if step_of(path) == 4]
     run.arguments.append(f"run.resume={checkpoint if first else 'never'}")
     count = len(run.starts()) if first else 0
     try:
         agents.start()
-        while (
-            len(run.starts()) == count or run.starts()[-1]["step"] != first
-        ):  # at first those of the run before
-            time.sleep(0.05)
+        # at first there are those of the run before
+        agents.wait_for(lambda: run.starts()[count:] and run.starts()[-1]["step"] == first, "start")
         for change in (1, -1, 1):
             size = run.starts()[-1]["tags"]["world"]
-            step = agents.wait_for_world(size) + 5
-            while run.step() < step:
-                time.sleep(0.05)
+            agents.wait_for_step(agents.wait_for_world(size) + 5)
             if change > 0:
                 agents.start()
             else:

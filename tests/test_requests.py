@@ -23,7 +23,6 @@ def test_a_wrong_request_ends_before_torch_is_imported(tmp_path: Path, digits: P
     for words in (["train.epoch=3"], ["--nproc", "5"]):
         result = pipeline(*train, *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
         assert (result.code, result.out, result.err) == (2, "", f"pipeline: {result.error}\n")
-        assert result.seconds < 15  # about 0.7 s on an idle machine
     assert [path.name for path in tmp_path.iterdir()] == ["torch.py"]
     assert pipeline(*train, PYTHONPATH=str(tmp_path)).code == 99, "the next step imports torch"
 
@@ -103,7 +102,7 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
         assert result.code == 1
         lines = [line for line in result.err.splitlines() if line.startswith("pipeline: ")]
         assert sum(says in line for line in lines) == 1, result.err
-        assert result.seconds < 29, "torchrun waits 30 s for a rank that does not exit"
+        assert "forcefully" not in result.err, "torchrun kills no rank: all have exited"
 
 
 def test_shapes_that_a_network_cannot_take_are_refused() -> None:

@@ -3,11 +3,10 @@
 import os
 import shutil
 import signal
-import time
 
 import forked
 import pytest
-from harness import environment, kill, quick, save_checkpoint
+from harness import environment, kill, quick, save_checkpoint, wait_until
 from place import SMALL, Place
 
 from pipeline.addons.deploy.restart import config_after_restart
@@ -192,21 +191,18 @@ def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signa
     prelude = """
 import time
 from pipeline.record import checkpoint_files
-checkpoint_files.read_verified = lambda path: open("reading", "w").close() or time.sleep(60)
+checkpoint_files.read_verified = lambda path: open("reading", "w").close() or time.sleep(600)
 """
-    command = ["pipeline", "train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]
+    command = ["pipeline", "train", "digits", *SMALL, "run.dir=runs/done",
+               f"run.timeout={1000 if by_signal else 1}"]  # fmt: skip
     outputs = place.path / "out", place.path / "err"
     process = forked.server().start(command, environment(), outputs, prelude, place.path)
-    while not (place.path / "reading").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    start = time.monotonic()
+    wait_until((place.path / "reading").exists, "reading")
     if by_signal:
         kill(process.pid, signal.SIGTERM)
-    assert process.wait(60) == (75 if by_signal else 1)
+    assert process.wait(120) == (75 if by_signal else 1)
     says = "asked to stop before a step was made" if by_signal else "rank 0 made no progress for"
     assert says in outputs[1].read_text()
-    assert time.monotonic() - start < (5 if by_signal else 30)
 
 
 def test_a_failed_compilation_is_repeated_by_the_next_start(place: Place) -> None:

@@ -183,13 +183,8 @@ def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another
 
 
 def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_apart(tmp_path: Path) -> None:
-    root = fill(
-        tmp_path / "photos",
-        f"train/{LATTE}/1.png",
-        f"val/{LATTE_NFD}/2.png",
-        "train/cat /1.png",
-        "val/cat/3.png",
-    )
+    latte = (f"train/{LATTE}/1.png", f"val/{LATTE_NFD}/2.png")
+    root = fill(tmp_path / "photos", *latte, "train/cat /1.png", "val/cat/3.png")
     index = scan(root, HoldOut())
     assert index.classes == (LATTE, "cat")
     assert index.val.labels.tolist() == [0, 1]

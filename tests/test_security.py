@@ -1,6 +1,5 @@
 """Data never executes: files from a registry, an archive or a cache are read or refused by name."""
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -22,7 +21,7 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, environment, free_port, make_database, quick
+from harness import SMALL, Job, environment, free_port, listening, make_database, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server, foreign_server, tracked_job
@@ -238,12 +237,9 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
 
 
 def test_a_registry_cannot_send_a_client_to_another_host(
-    in_project: Path,
-    digits: Path,
-    unsent: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    in_project: Path, digits: Path, unsent: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     """The password would go with the request for a model, and for an upload."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
     with foreign_server() as (uri, seen):
@@ -254,10 +250,8 @@ def test_a_registry_cannot_send_a_client_to_another_host(
             client(in_project).create_model_version(name, place)
             client(in_project).create_experiment(name, place)
             (unsent / "config.yaml").write_text(load("digits", [f"track.experiment={name}"]).to_yaml())
-            for command in (
-                ["predict", f"models:/{name}/1", str(digits / "val" / "3")],
-                ["sync", str(unsent)],
-            ):
+            predict = ["predict", f"models:/{name}/1", str(digits / "val" / "3")]
+            for command in (predict, ["sync", str(unsent)]):
                 assert main(command) == 2
                 line = capsys.readouterr().err.splitlines()[-1]
                 assert line.startswith("pipeline: ")
@@ -487,8 +481,8 @@ def test_a_training_on_one_machine_cannot_be_reached_from_another(
     try:
         run.start().wait_for_step(1)
         assert run.process
-        addresses = {pid: listening_addresses(pid) for pid in (run.process.pid, *run.ranks())}
-        assert all(found == {"127.0.0.1"} for found in addresses.values()), addresses
+        for pid in (run.process.pid, *run.ranks()):
+            assert {address for address, _ in listening([pid])} == {"127.0.0.1"}, pid
     finally:
         run.clean()
 
@@ -514,22 +508,6 @@ def test_a_training_imports_nothing_from_the_current_folder(tmp_path: Path, digi
     tracker = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = tracker.search_runs([experiment.experiment_id for experiment in tracker.search_experiments()])
     assert run.info.status == "FINISHED"
-
-
-def listening_addresses(pid: int) -> set[str]:
-    """Return the local addresses at which a process listens, see proc_pid_net(5)."""
-    found = set()
-    links = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            links.add(os.readlink(path))
-    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            _, local, _, state, *rest = line.split()
-            if state == "0A" and f"socket:[{rest[5]}]" in links:
-                words = [bytes.fromhex(local[i : i + 8])[::-1] for i in range(0, len(local) - 5, 8)]
-                found.add(socket.inet_ntop(family, b"".join(words)))
-    return found
 
 
 @pytest.mark.full

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, bench, read_rows
+from harness import SMALL, Job, bench, read_rows, refused
 from object_store import FAULTS, Bucket, FaultProxy
 from server import foreign_server
 from streams import prepare, stream
@@ -24,7 +24,6 @@ from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader
 from pipeline.data.interface import Images, OutageError, UnreadableError
-from pipeline.errors import RequestError
 
 FEW_FAULTS = {fault: 0.05 / len(FAULTS) for fault in FAULTS}
 READS = r"GET .*\.tar"
@@ -83,9 +82,7 @@ def test_the_batches_are_those_of_the_local_pack(place: str, packed: Path, world
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Job:
-    run = job(tmp_path_factory.mktemp("local") / "run", packed)
-    assert run.run().code == 0
-    return run
+    return job(tmp_path_factory.mktemp("local") / "run", packed).finished()
 
 
 def job(folder: Path, root: str | Path, *more: str, nproc: int = 1) -> Job:
@@ -146,7 +143,7 @@ def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
     run = job(tmp_path / "run", place, "run.timeout=16").start()
     run.wait_for_step(4 + seed % 5)
     fault_proxy.die()
-    result = run.wait(60 * SHARING)
+    result = run.wait()
     assert result.code == 75
     assert result.error.startswith(f"the store is out of reach ({place}/train-0000.tar: ")
     fault_proxy.revive()
@@ -179,7 +176,7 @@ def test_256_reads_are_in_flight_and_other_expectations_drop_them(
     assert ranged_reads(fault_proxy) - asked <= ranges.MAX_READS + 1
     start = time.monotonic()
     assert [found.read(i) for i in range(1, 512)] == local[1:]
-    assert time.monotonic() - start < 5 * SHARING, "one after another they would take 150 s"
+    assert time.monotonic() - start < 75, "one after another they would take 150 s"
     fault_proxy.latency_ms = 0
     found.expect(range(340, 400))
     assert found.read(7) == local[7], "not expected"
@@ -250,15 +247,17 @@ def test_a_part_that_is_not_what_was_asked_is_never_used(
 ) -> None:
     asked = Range("large", 0, 1000, zlib.crc32(bytes(1000)))
     answers = {
-        (206, b"x" * 1000): "has changed at byte 0",
-        (206, bytes(10)): "10 of 1,000 bytes",
-        (200, bytes(1000)): "status 200, not 206",
-    }
-    for (status, data), says in answers.items():
-        with foreign_server(status, lambda _, data=data: [data]) as (uri, _):
-            monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
-            with pytest.raises((OutageError, UnreadableError), match=says):
-                RangeReader(bucket.place, lambda _: asked).take(0)
+        (206, b"x" * 1000): "has changed at byte 0", (206, bytes(10)): "10 of 1,000 bytes",
+        (200, bytes(1000)): "status 200, not 206", (301, bytes(1000)): "status 301",
+    }  # fmt: skip
+    with foreign_server(206, lambda _: [bytes(1000)]) as (target, seen):
+        for (status, data), says in answers.items():
+            place = f"{target}/bucket/large"
+            with foreign_server(status, lambda _, data=data: [data], Location=place) as (uri, _):
+                monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+                with pytest.raises((OutageError, UnreadableError), match=says):
+                    RangeReader(bucket.place, lambda _: asked).take(0)
+    assert seen == [], "no redirect is followed"
 
 
 def trickle() -> Iterator[bytes]:
@@ -337,25 +336,6 @@ def test_a_cache_on_a_full_disk_is_reported_once_and_done_without(
 
 
 # --- stores and requests that are refused
-
-
-def refused(function: Callable[[], object]) -> str:
-    with pytest.raises(RequestError) as raised:
-        function()
-    return str(raised.value)
-
-
-def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (
-        foreign_server() as (target, seen),
-        foreign_server(301, Location=f"{target}/bucket/large") as (uri, asked),
-    ):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
-        reader = RangeReader(bucket.place, lambda _: Range("large", 10, 100, 0))
-        with pytest.raises(OutageError, match="status 301"):
-            reader.take(0)
-    assert asked
-    assert seen == []
 
 
 def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str) -> None:

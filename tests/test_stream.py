@@ -210,6 +210,7 @@ def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -
         assert set(ids.tolist()) <= set(range(images))
         epochs.append(ids.tolist())
     assert epochs[0] != epochs[1] != epochs[2]
+    assert Order(plan, 1).ids(0).tolist() != epochs[0][:48], "another seed, another order"
 
 
 @pytest.mark.fault("A5")
@@ -256,7 +257,7 @@ class FailingMaker:
         if position == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if position == 2:
-            time.sleep(60)
+            time.sleep(600)
         if position == 3:
             raise ConnectionResetError("mine")
         none, threads = torch.empty((0, 5)), torch.tensor([torch.get_num_threads()])
@@ -298,7 +299,5 @@ def test_an_error_in_a_worker_is_not_taken_for_its_death() -> None:
 def test_a_worker_that_waits_for_a_slow_disk_delays_no_exit() -> None:
     before = set(children(os.getpid()))
     loaded = failing([0, 2, 2], 2)
-    start = time.monotonic()
-    loaded.close()
-    assert time.monotonic() - start < 4  # 10 s or even 60 s if the workers were only asked to exit
+    loaded.close()  # for 600 s, if the workers were only asked to exit
     assert set(children(os.getpid())) <= before

@@ -65,9 +65,8 @@ NOT_READ = (
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=1", "train.max_steps=4"]
-    job = Job(tmp_path_factory.mktemp("runs") / "undisturbed", [*words, "evaluate.every=2 steps"])
-    assert job.run().code == 0
-    return job
+    words += ["evaluate.every=2 steps"]
+    return Job(tmp_path_factory.mktemp("runs") / "undisturbed", words).finished()
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ import pytest
 import torch
 import yaml
 from harness import (
-    SHARING,
     Job,
     Result,
+    before_each,
     children,
     command_line,
     environment,
@@ -33,6 +33,7 @@ from harness import (
     kill,
     quick,
     read_rows,
+    wait_until,
 )
 from mlflow.entities import LoggedModelStatus
 from object_store import FaultProxy
@@ -98,10 +99,7 @@ def test_a_bad_server_changes_nothing_and_gets_the_run_later(
     (line,) = [line for line in tracked.result.err.splitlines() if "MLflow" in line]
     assert "pipeline sync" in line
     assert "Traceback" not in tracked.result.err
-    print(
-        f"{kind}: {tracked.late:.1f} s from the last row to the exit, without a tracker {without.late:.1f} s"
-    )
-    assert tracked.late <= without.late + 10 * SHARING
+    assert tracked.late <= without.late + 60, "a silent server is given up"
     tracked.job.wait_gone(1)
     assert delivered[kind].code == 0, delivered[kind].err
     assert_complete(server, tracked.job)
@@ -243,9 +241,7 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     server.start().wait_ready()
     step = run.step()
     run.wait_until(lambda: server.last_step(run) > step, "delivery after the outage", pause=0.3)
-    assert run.process
-    kill(run.process.pid, signal.SIGTERM)
-    stopped = run.wait()
+    stopped = run.stop()
     assert stopped.code == 75
     assert "MLflow" not in stopped.err
 
@@ -256,8 +252,7 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     times = [(row["time"], row["metrics"].get("time/step_ms")) for row in rows_with_metrics(run)]
     with_it = statistics.median(step_ms for at, step_ms in times if step_ms and not down < at <= up)
     without = statistics.median(step_ms for at, step_ms in times if step_ms and down < at <= up)
-    print(f"median step {with_it:.0f} ms with the server, {without:.0f} ms while it was away")
-    assert without <= 3 * with_it  # a call that blocks would cost seconds
+    assert without <= with_it + 1000, "ms: a call that blocks would cost seconds"
 
 
 @pytest.mark.full
@@ -282,11 +277,8 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
     run.wait_until(lambda: run.step() >= 6 and has_new_points(0), "points", pause=0.3)
     first = server.run_of(run).info.run_id
     kill(run.ranks()[0], signal.SIGKILL)
-    killed = time.monotonic()
     run.wait_gone(5)
-    while state()[0] != "FAILED":
-        assert time.monotonic() - killed < 6 + 2, state()
-        time.sleep(0.1)
+    wait_until(lambda: state()[0] == "FAILED", "status FAILED")
     points = state()[1]
 
     run.start()
@@ -380,12 +372,9 @@ def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_recei
         tmp_path / "run", digits, f"sqlite:///{tmp_path}/mlflow.db", "evaluate.every=4 steps",
         "checkpoint.every=4 steps", "track.every=1 steps", "train.max_steps=12",
     )  # fmt: skip
-    run.prelude = """
-import os
-from pipeline.train import loop
-save = loop.save
-loop.save = lambda trainer, **kw: os.kill(os.getpid(), 9) if trainer.state.step == 8 else save(trainer, **kw)
-"""
+    run.prelude = before_each(
+        "pipeline.train.loop.save", "if words[0].state.step == 8: os.kill(os.getpid(), 9)"
+    )
     assert run.start().wait().code == -signal.SIGKILL
     run.wait_gone(10)
     discarded = run.journal("val/", "train/loss")

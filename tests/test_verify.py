@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 from harness import SMALL, Job, Result, kill, quick
@@ -65,17 +66,13 @@ def verify(run: Path, *more: str) -> Result:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     """Return a run that nobody interrupted."""
-    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
-    assert run.run().code == 0
-    return run
+    return job(tmp_path_factory.mktemp("uninterrupted") / "run", digits).finished()
 
 
 @pytest.fixture(scope="module")
 def repetition(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """Return the folder of the same run, trained again."""
-    run = job(tmp_path_factory.mktemp("repetition") / "run", digits)
-    assert run.run().code == 0
-    return run.folder
+    return job(tmp_path_factory.mktemp("repetition") / "run", digits).finished().folder
 
 
 @pytest.fixture
@@ -253,9 +250,7 @@ def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, 
 
 
 def refused(copy: Path, steps: int | None, start: int = 0) -> str:
-    with pytest.raises(RequestError) as refusal:
-        commands.verify(copy, steps, start)
-    return str(refusal.value)
+    return harness.refused(lambda: commands.verify(copy, steps, start))
 
 
 def test_a_part_of_a_run_is_repeated_from_its_checkpoint(copy: Path, repetition: Path) -> None:
@@ -315,12 +310,7 @@ def test_a_run_is_compared_with_published_receipts(
     assert answer(other_weights(commit="another"), code=1).endswith("; no known change explains it\n")
     found = answer(other_weights(world=2, torch="1.0", device="another", portable="no avx2"))
     assert found.startswith(f"differs: at step 8 weights is {OTHER}, and sha256:")
-    causes = (
-        "torch is 1.0 here",
-        "world is 2 here",
-        "portable is no avx2 here and yes there",
-        "device is another",
-    )
+    causes = ("torch is 1.0", "world is 2", "portable is no avx2 here and yes there", "device is another")
     places = [found.index(text) for text in causes]
     assert places == sorted(places)
     found = answer(in_config("run", seed=7))
@@ -371,17 +361,13 @@ def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credenti
 
 
 MALFORMED: list[Change] = [
-    in_start(world="2"),
-    in_start(world=4097),
-    in_start(step=True),
-    in_row(step=4.0),
-    in_row(weights="sha256:\x1b[2J"),
-    in_row(tensors=None),
+    *(in_start(world=value) for value in ("2", 4097)), in_start(step=True),
+    in_row(step=4.0), in_row(weights="sha256:\x1b[2J"), in_row(tensors=None),
     lambda contents: contents.update(done=["done"]),
     lambda contents: contents["plan"].update(steps_per_epoch="14"),
     lambda contents: contents.update(starts=[]),
     lambda contents: contents.update(format=2),
-]
+]  # fmt: skip
 
 
 def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(

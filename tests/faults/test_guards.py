@@ -1,7 +1,7 @@
-"""Without a guard, a test fails.
+"""Without a guard, or with a fault in the core, a test fails.
 
 A guard is a line of code that a run needs only when something goes wrong. `make guards` removes
-each from a copy of this tree.
+each from a copy of this tree. `make mutations` puts in each fault of mutations.yaml.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,23 +53,43 @@ GUARDS = [
           "                os.fsync(file.fileno())\n",
           "", "tests/test_checkpoint.py::test_a_checkpoint_is_synced_before_it_is_renamed"),
 ]  # fmt: skip
-each_guard = pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+MUTATIONS = [
+    Guard(row["fault"], f"pipeline/{file}", row["old"], row["new"], f"tests/{row['test']}")
+    for file, rows in yaml.safe_load(Path(__file__).with_name("mutations.yaml").read_text()).items()
+    for row in rows
+]
 
 
-@each_guard
-def test_a_guard_is_one_line_of_its_file(guard: Guard) -> None:
+def each(guards: list[Guard]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("guard", guards, ids=lambda guard: guard.name)
+
+
+@each(GUARDS + MUTATIONS)
+def test_a_guard_is_one_place_in_its_file(guard: Guard) -> None:
     assert (ROOT / guard.file).read_text().count(guard.line) == 1
+    file, _, name = guard.test.partition("::")
+    assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 @pytest.mark.long
-@each_guard
+@each(GUARDS)
 def test_without_a_guard_its_test_fails(guard: Guard, tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
+    assert_noticed(guard, tmp_path / "tree")
+
+
+@pytest.mark.long
+@each(MUTATIONS)
+def test_with_a_mutation_its_test_fails(guard: Guard, tmp_path: Path) -> None:
+    assert_noticed(guard, tmp_path / "tree")
+
+
+def assert_noticed(guard: Guard, tree: Path) -> None:
+    """Assert that the test fails in a copy of this tree, with the other text."""
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.pyc"))
     source = tree / guard.file
     source.write_text(source.read_text().replace(guard.line, guard.without))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--tb=line", "-p", "no:cacheprovider", guard.test],
+        [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider", guard.test],
         cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "\nFAILED " in done.stdout, done.stdout[-2000:]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from harness import (
-    SHARING,
     SMALL,
     Job,
     assert_each_sample_once,
@@ -22,6 +21,7 @@ from harness import (
     command_line,
     environment,
     kill,
+    wait_until,
 )
 
 from faults.ledger import Notes
@@ -43,7 +43,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
         if name not in runs:
             runs[name] = make(tmp_path_factory.mktemp("uninterrupted") / "run")
             runs[name].interpreter = True  # forks of one process have the same hashes, for example
-            assert runs[name].run().code == 0, runs[name].log()
+            runs[name].finished()
         return runs[name]
 
     return run_once
@@ -52,14 +52,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=1, long=15)
 @pytest.mark.parametrize("world", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path,
-    digits: Path,
-    uninterrupted: Uninterrupted,
-    world: int,
-    seed: int,
-    full: bool,
+    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, world: int, seed: int, full: bool,
     notes: Notes,
-) -> None:
+) -> None:  # fmt: skip
     # in the other cases the journal, from which MLflow gets its data, is enough
     tracked = world == 2 and seed == 0
 
@@ -115,9 +110,7 @@ def _inject(run: Job, kind: str, draw: random.Random) -> float:
         # one interval, and the steps made while the last checkpoint was written, or before the kill
         assert before - resumed <= 2 * EVERY, f"{kind}: from step {before} back to {resumed}"
         run.wait_for_step(resumed + 1)
-    seconds = time.monotonic() - began
-    assert seconds < 60
-    return seconds
+    return time.monotonic() - began
 
 
 def _wait_for_save(run: Job, draw: random.Random) -> float:
@@ -147,17 +140,13 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
     env = environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="1")
     container = subprocess.Popen([*namespace, "sh", "start"], cwd=tmp_path, env=env, start_new_session=True)
     try:
-        while not (tmp_path / "left").exists():
-            assert container.poll() is None
-            time.sleep(0.01)
-        end = time.monotonic() + 5 * SHARING
-        while run.processes():
-            assert time.monotonic() < end, (tmp_path / "err").read_text()
-            time.sleep(0.05)
+        wait_until((tmp_path / "left").exists, "end of the agent")
+        wait_until(lambda: not run.processes(), "end of the rank", 60)
     finally:
         kill(container.pid, signal.SIGKILL)
         container.wait()
-    assert (tmp_path / "err").read_text() == "pipeline: the torchrun agent of this rank has died\n"
+    (line,) = (tmp_path / "err").read_text().splitlines()
+    assert "agent" in line
     assert not run.folder.exists()
 
 
@@ -167,14 +156,12 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
     tmp_path: Path, digits: Path
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL]
-    first = Job(tmp_path / "first", [*words, "train.epochs=1"])
-    assert first.run_in_forks().code == 0
+    first = Job(tmp_path / "first", [*words, "train.epochs=1"]).finished()
     # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part
     # of the batch, which changes the loss by up to 7 %.
     words += [f"model.init={first.folder}", "model.freeze=backbone"]
     words += ["train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
-    expected = Job(tmp_path / "uninterrupted", words, nproc=2)
-    assert expected.run_in_forks().code == 0
+    expected = Job(tmp_path / "uninterrupted", words, nproc=2).finished()
     run = Job(tmp_path / "run", words)
     for world, until in ((4, 25), (2, 50), (3, 75)):
         run.nproc = world
@@ -202,11 +189,9 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     tmp_path: Path, digits: Path, seed: int, notes: Notes
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "evaluate.every=1000 epochs", "train.max_steps=40"]
-    first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"])
-    assert first.run_in_forks().code == 0
+    first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"]).finished()
     words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs"]
-    expected = Job(tmp_path / "uninterrupted", words)
-    assert expected.run_in_forks().code == 0
+    expected = Job(tmp_path / "uninterrupted", words).finished()
     draw = random.Random(seed)
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
     for kind in draw.sample(("one rank", "one rank", "launcher"), 3):

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_same
+from harness import SMALL, Job, assert_same, before_each
 
 from faults.ledger import Notes
 
@@ -18,19 +18,6 @@ PHASES = {"validation": "evaluate", "save": "save", "first step": "update_once"}
 INSTANTS = list(product(PHASES, (signal.SIGKILL, signal.SIGTERM)))
 # the next start begins with that validation, before any training step
 QUICK = [("validation", signal.SIGTERM)]
-INJECT = """
-import os, threading
-from pipeline.train import loop
-
-inner = loop.{function}
-
-def disturbed(*arguments, **options):
-    if os.environ["RANK"] in {ranks!r}:
-        threading.Timer({delay}, os.kill, (os.getpid(), {number:d})).start()
-    return inner(*arguments, **options)
-
-loop.{function} = disturbed
-"""
 
 
 def job(folder: Path, digits: Path, parallel: str, steps: int) -> Job:
@@ -47,8 +34,7 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     tmp_path: Path, digits: Path, parallel: str, seed: int, full: bool, notes: Notes
 ) -> None:
     steps = 36 if full else 12
-    undisturbed = job(tmp_path / "undisturbed", digits, parallel, steps)
-    assert undisturbed.run_in_forks().code == 0
+    undisturbed = job(tmp_path / "undisturbed", digits, parallel, steps).finished()
     draw = random.Random(f"{parallel} {seed}")
     instants = INSTANTS if full else QUICK
     order = draw.sample(instants, len(instants))
@@ -57,9 +43,9 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     for phase, number in order:
         is_for_all = number == signal.SIGKILL and draw.random() < 0.5
         ranks = "01" if is_for_all else draw.choice("01")
-        run.prelude = INJECT.format(
-            function=PHASES[phase], ranks=ranks, delay=draw.uniform(0, 0.1), number=number
-        )
+        timer = f"threading.Timer({draw.uniform(0, 0.1)}, os.kill, (os.getpid(), {number:d}))"
+        fault = f"if os.environ['RANK'] in {ranks!r}: {timer}.start()"
+        run.prelude = before_each(f"pipeline.train.loop.{PHASES[phase]}", fault)
         result = run.start().wait()
         assert result.code == (75 if number == signal.SIGTERM else 1), (phase, number, result.err)
         run.wait_gone(5)

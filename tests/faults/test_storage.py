@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, kill, pipeline, quick, read_rows, run_together
+from harness import SMALL, Job, kill, pipeline, quick, read_rows, run_together
 from place import SMALL as PLACE
 from place import Place
 
@@ -198,9 +198,7 @@ def test_ranks_that_list_folders_differently_train_the_same(tmp_path: Path, digi
 @pytest.fixture(scope="module")
 def uninterrupted_folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     """Run two processes with loader workers on a folder that is always reachable."""
-    run = from_folder(tmp_path_factory.mktemp("folder") / "run", digits)
-    assert run.run().code == 0
-    return run
+    return from_folder(tmp_path_factory.mktemp("folder") / "run", digits).finished()
 
 
 def from_folder(folder: Path, root: Path, *more: str) -> Job:
@@ -240,12 +238,10 @@ def test_data_that_stays_unreachable_ends_the_run_and_the_same_command_resumes_i
     run = from_folder(tmp_path / "run", root, "run.timeout=8").start()
     run.wait_for_step(4 + seed)
     root.rename(tmp_path / "away")
-    start = time.monotonic()
     result = run.wait()
-    assert time.monotonic() - start < 15 * SHARING
-    assert result.code == 75
+    assert result.code == 75, "before run.timeout, which ends with 1"
     assert result.error.startswith(f"the data is out of reach ({root}/")
-    assert result.error.endswith(": No such file or directory): give the same command again once it is back")
+    assert "give the same command again" in result.error
     second = run.run()
     assert (second.code, f"data.root={root} is missing or empty" in second.error) == (75, True)
     (tmp_path / "away").rename(root)
