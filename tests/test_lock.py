@@ -4,17 +4,20 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_each_sample_once, kill
+from harness import SMALL, Job, assert_each_sample_once, kill, quick
 from mlflow import MlflowClient
 
+from pipeline.addons.deploy import node
 from pipeline.addons.deploy.takeover import STALE_S
 from pipeline.errors import TemporaryError
 from pipeline.record.folder import RunFolder
@@ -143,6 +146,24 @@ def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
         other.go()
         code, error = other.end()
         assert (code, f"held by process {os.getpid()} " in error) == (75, True)
+
+
+def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on(
+    tmp_path: Path, digits: Path, holder: Holder
+) -> None:
+    """That node may have lost only the API server, and the other nodes are with it."""
+    words = ("doctor", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
+    env = node.environment(2, 1) | {"PET_RDZV_ENDPOINT": f"{socket.gethostname()}:29500"}
+    sooner = "from pipeline.addons.ops import doctor; doctor.REFRESH_S = 0.2"
+    with ThreadPoolExecutor(1) as pool:
+        preflight = pool.submit(quick, *words, prelude=sooner, **env)
+        time.sleep(4)
+        assert not preflight.done()
+        assert holder.end()[0] == 0
+        result = preflight.result()
+    assert (result.code, "is held by process" in result.err, "waiting for its end" in result.err) == (
+        0, True, True,
+    ), result.err  # fmt: skip
 
 
 def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder) -> None:
