@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked
 import pytest
-from harness import SMALL, Job, assert_each_sample_once, kill, quick
+from harness import SMALL, Job, assert_each_sample_once, environment, kill
 from mlflow import MlflowClient
 
 from pipeline.addons.deploy import node
@@ -152,18 +152,18 @@ def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on
     tmp_path: Path, digits: Path, holder: Holder
 ) -> None:
     """That node may have lost only the API server, and the other nodes are with it."""
-    words = ("doctor", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
+    words = ["pipeline", "doctor", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
     env = node.environment(2, 1) | {"PET_RDZV_ENDPOINT": f"{socket.gethostname()}:29500"}
     sooner = "from pipeline.addons.ops import doctor; doctor.REFRESH_S = 0.2"
-    with ThreadPoolExecutor(1) as pool:
-        preflight = pool.submit(quick, *words, prelude=sooner, **env)
-        time.sleep(4)
-        assert not preflight.done()
-        assert holder.end()[0] == 0
-        result = preflight.result()
-    assert (result.code, "is held by process" in result.err, "waiting for its end" in result.err) == (
-        0, True, True,
-    ), result.err  # fmt: skip
+    files = tmp_path / "out", tmp_path / "err"
+    preflight = forked.server().start([*words, "track.uri=none"], environment(**env), files, sooner)
+    while "is held by process" not in files[1].read_text():
+        assert preflight.poll() is None, files[1].read_text()
+        time.sleep(0.1)
+    time.sleep(1)
+    assert preflight.poll() is None
+    assert holder.end()[0] == 0
+    assert preflight.wait(60) == 0, files[1].read_text()
 
 
 def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder) -> None:
