@@ -96,7 +96,7 @@ def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
         "Print the manifests, or write them to --out. Without options they are those of k8s/.",
-        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out job",
+        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
         argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
     )  # fmt: skip
     add_recipe(parser, "name or path (default digits)", nargs="?")
