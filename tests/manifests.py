@@ -182,7 +182,7 @@ def _storage(documents: list[Document]) -> Rules:
     mounts = {mount["name"]: mount for mount in trainer["volumeMounts"]}
     yield "readOnly" not in mounts["data"], "the cache of the data is written"
     url = urlsplit(config.get("AWS_ENDPOINT_URL", "https://s3.amazonaws.com"))
-    ports = [{"port": url.port or {"http": 80, "https": 443}[url.scheme]}]
+    ports = [{"port": url.port or {"http": 80, "https": 443}[url.scheme], "protocol": "TCP"}]
     yield [rule.get("ports") for rule in outside] == [ports], "the trainers reach one port outside"
     for peer in (peer for rule in outside for peer in rule["to"]):
         block = peer.get("ipBlock", {"cidr": "10.0.0.0/24"})

@@ -238,7 +238,7 @@ def test_trainers_reach_the_store_and_nothing_else_outside(
     assert {**now, "egress": 0} == {**before, "egress": 0}
     added = [rule for rule in now["egress"] if rule not in before["egress"]]
     assert len(now["egress"]) == len(before["egress"]) + 1
-    assert [rule["ports"] for rule in added] == [[{"port": port}]]
+    assert [rule["ports"] for rule in added] == [[{"port": port, "protocol": "TCP"}]]
     if isinstance(peers, str):
         assert added[0]["to"] == [
             {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": peers}}}

@@ -80,7 +80,7 @@ def test_it_follows_pod_0_and_its_replacement_until_the_job_is_complete(tmp_path
         "trainer-0-a: preflight runs", "trainer-1-b: Pending: Unschedulable: 0/3 nodes have a GPU",
         "trainer-0-a: trainer runs", "trainer-1-b: preflight waits: ErrImagePull: no tag",
         "trainer-1-b: trainer runs", "trainer-0-a: trainer ended with exit code 137: OOMKilled",
-        "trainer-0-c: trainer runs", "trainer-0-c: Succeeded",
+        "trainer-0-c: trainer runs", "trainer-0-c: trainer is done",
     ]  # fmt: skip
 
 

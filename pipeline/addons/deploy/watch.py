@@ -97,8 +97,8 @@ def _state(pod: Object) -> str:
             lines = detail.get("message", "").strip().splitlines() or [detail.get("reason", "")]
             line = [lines[-1], *(line for line in lines if "pipeline: " in line)][-1]
             return one_line(f"{name} ended with exit code {detail['exitCode']}: {line}", 1000)
-        if kind == "running":
-            state = f"{name} runs"
+        if kind in ("running", "terminated"):
+            state = f"{name} {'runs' if kind == 'running' else 'is done'}"
         elif kind == "waiting" and detail.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             state = f"{name} waits: {detail['reason']}: {detail.get('message', '')}"
     return one_line(state + (", to be deleted" if "deletionTimestamp" in pod["metadata"] else ""), 1000)
