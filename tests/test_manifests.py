@@ -79,12 +79,16 @@ def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[D
             (container,) = pod["containers"]
             assert (replicated["name"], container["name"], step) == ("node", "node", "trainer")
             expected = pod_of(one(defaults, "Job", "trainer"))
-            assert {**expected, **pod, "containers": []} == {**expected, "containers": []}
-            (trainer,) = expected["containers"]
-            words = [*container["command"], *container["args"]]
-            assert words == [*trainer["command"][:-1], "run.dir=/runs/digits"]
-            for key in ("image", "resources", "securityContext", "volumeMounts"):
-                assert container[key] == trainer[key]
+            left_out = {"containers": [], "initContainers": []}
+            assert {**expected, **pod, **left_out} == {**expected, **left_out}
+            for ours, usual in zip(containers(pod), containers(expected), strict=True):
+                words = [*ours["command"], *ours.get("args", [])]
+                sizes = ["--world", "2", "--nodes", "2"] if ours["name"] == "preflight" else []
+                assert words == [*usual["command"][:-1], "run.dir=/runs/digits", *sizes]
+                for key in ("image", "resources", "securityContext", "volumeMounts"):
+                    assert ours[key] == usual[key]
+            policy = document["spec"]["mlPolicy"]["torch"]["envInjection"]["targets"]
+            assert policy == [{"jobName": "node", "containerNames": ["preflight"]}]
         elif document["kind"] != "TrainJob":
             assert problems_alone(document) == []
             if "template" in document["spec"]:
