@@ -11,6 +11,7 @@ import compileall
 import hashlib
 import io
 import lzma
+import os
 import sys
 import tarfile
 from base64 import b64encode
@@ -29,40 +30,33 @@ def pack(folder: Path) -> dict[str, Any]:
 
     Raises RequestError if there are none, or if they are too large.
     """
-    try:
-        files = [path for top in sorted(folder.iterdir()) for path in _files_of(top)]
-        tar = io.BytesIO()
-        with tarfile.open(fileobj=tar, mode="w") as archive:
-            for path in files:
-                entry, data = tarfile.TarInfo(path.relative_to(folder).as_posix()), path.read_bytes()
-                entry.size = len(data)  # no times and owners
-                archive.addfile(entry, io.BytesIO(data))
-    except OSError as error:
-        raise RequestError(f"--code {folder} cannot be read: {error.strerror} ({error.filename})") from None
+    files, tar = list(_files_in(folder)), io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        for path in files:
+            entry, data = tarfile.TarInfo(path.relative_to(folder).as_posix()), path.read_bytes()
+            entry.size = len(data)  # no times and owners
+            archive.addfile(entry, io.BytesIO(data))
     data = lzma.compress(tar.getvalue())
-    if not files or len(data) > _MOST:
-        size = f"has {len(data) >> 10:,} KiB of modules, compressed; 1,024 are allowed"
-        problem = size if files else "has no Python module, and no package with an __init__.py"
-        remedy = "build an image" if files else "give the folder above pipeline/, or that of your module"
-        raise RequestError(f"--code {folder} {problem}", remedy)
+    if not files:
+        problem = f"--code {folder} has no Python module, and no package with an __init__.py"
+        raise RequestError(problem, "give the folder above pipeline/, or that of your module")
+    if len(data) > _MOST:
+        problem = f"--code {folder} has {len(data) >> 10:,} KiB of modules, compressed; 1,024 are allowed"
+        raise RequestError(problem, "build an image")
     digest = hashlib.sha256(data).hexdigest()
     parts = [b64encode(data[at : at + _PART]).decode() for at in range(0, len(data), _PART)]
     return {"digest": digest, "name": f"trainer-code-{digest[:12]}", "parts": parts}
 
 
-def _files_of(top: Path) -> Iterator[Path]:
-    """Yield a module, or the files of a package, but no links and no caches."""
-    if top.suffix == ".py" and top.is_file():
-        yield top
-    elif (top / "__init__.py").is_file():
-        for path in sorted(top.rglob("*")):
-            names = path.relative_to(top).parts
-            if path.is_file() and not path.is_symlink() and not any(map(_is_left_out, names)):
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Yield modules, and the files of packages, but no links and no caches."""
+    for top in sorted(folder.iterdir()) if os.path.isdir(folder) else ():
+        is_package = (top / "__init__.py").is_file()
+        for path in sorted(top.rglob("*")) if is_package else [top]:
+            names = path.relative_to(folder).parts
+            is_left_out = path.is_symlink() or any(name.startswith((".", "__pycache__")) for name in names)
+            if path.is_file() and not is_left_out and (is_package or path.suffix == ".py"):
                 yield path
-
-
-def _is_left_out(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__"
 
 
 def unpack(archives: Path, digest: str, folder: Path) -> None:
