@@ -102,7 +102,7 @@ def _nodes(documents: list[Document]) -> Rules:
     yield spec["backoffLimit"] >= 2 * spec["completions"], "the loss of node 0 ends every pod"
     yield spec["successPolicy"]["rules"] == [{"succeededIndexes": "0"}], "pod 0 completes the Job"
     yield spec["podReplacementPolicy"] == "Failed", "an index has one pod at a time"
-    fail, ignore = spec["podFailurePolicy"]["rules"]
+    fail, *_, ignore = spec["podFailurePolicy"]["rules"]
     codes = fail["onExitCodes"]
     permanent = (fail["action"], codes["containerName"], codes["values"]) == (
         "FailJob",
@@ -123,7 +123,7 @@ def one_of_kind(documents: list[Document], kind: str) -> Document:
 
 def _pods(documents: list[Document]) -> Rules:
     config, pod = settings(documents), pod_of(one(documents, "Job", "trainer"))
-    preflight, trainer = containers(pod)
+    *_, preflight, trainer = containers(pod)
     for field in ("image", "envFrom", "volumeMounts", "resources"):
         yield preflight[field] == trainer[field], f"preflight and trainer have the same {field}"
     yield request_of(preflight) == request_of(trainer), "preflight and trainer have the same request"
@@ -182,7 +182,7 @@ def _storage(documents: list[Document]) -> Rules:
     mounts = {mount["name"]: mount for mount in trainer["volumeMounts"]}
     yield "readOnly" not in mounts["data"], "the cache of the data is written"
     url = urlsplit(config.get("AWS_ENDPOINT_URL", "https://s3.amazonaws.com"))
-    ports = [{"port": url.port or {"http": 80, "https": 443}[url.scheme]}]
+    ports = [{"port": url.port or {"http": 80, "https": 443}[url.scheme], "protocol": "TCP"}]
     yield [rule.get("ports") for rule in outside] == [ports], "the trainers reach one port outside"
     for peer in (peer for rule in outside for peer in rule["to"]):
         block = peer.get("ipBlock", {"cidr": "10.0.0.0/24"})

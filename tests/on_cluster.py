@@ -12,7 +12,8 @@ in-turn and the dark-node cases need a third node, and two commands that stop an
     ARGS='--only dark-node-0 --freeze "docker pause {node}" --thaw "docker unpause {node}"'
 
 The faults come at steps 40 and 100 of 168. On fast machines make the run longer:
-RENDER="train.epochs=60".
+RENDER="train.epochs=60". Each result is a line of build/cluster.jsonl, and --page PAGE writes the
+newest of each case between the page's marks, also without running a case (no --image).
 """
 
 import argparse
@@ -20,12 +21,14 @@ import contextlib
 import io
 import json
 import math
+import re
 import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,7 +42,8 @@ from real_cluster import Cluster, Failure
 
 from pipeline.cli.main import main as pipeline
 
-RECEIPTS = Path(__file__).parents[1] / "docs/receipts"
+ROOT = Path(__file__).parents[1]
+RECEIPTS = ROOT / "docs/receipts"
 REFERENCES = {"no-fault": "digits", "exact-one-process": "digits-exact"}
 WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 steps")
 POLL_S = 1.0
@@ -419,6 +423,7 @@ def run_all(
     evidence = Path("build") / time.strftime("cluster-test-%Y%m%d-%H%M%S")
     cluster = Cluster(given.namespace, evidence)
     try:
+        where = {"on": cluster.describe(), "with": given.render, "commit": commit()}
         cluster.make(one(render(given), "Namespace", given.namespace))
         for case in cases:
             result, reference = results[case.name], references[case.reference]
@@ -429,6 +434,9 @@ def run_all(
             else:
                 print(f"{case.name}: {case.text}", flush=True)
                 attempt(Run(case, cluster, given), result, reference.weights or None)
+                given.ledger.parent.mkdir(parents=True, exist_ok=True)
+                with open(given.ledger, "a") as file:
+                    file.write(json.dumps({"date": time.strftime("%F"), **where, **asdict(result)}) + "\n")
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -458,6 +466,35 @@ def row(result: Result) -> str:
     return f"{result.case:<23} {result.result:<8} {' '.join(seconds)}  {'  '.join(filter(None, cells))}"
 
 
+def commit() -> str:
+    """Return the commit of the code, with a + if files differ from it."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def write_page(page: Path, ledger: Path) -> None:
+    """Write the newest result of each case between the marks of a page."""
+    rows = {row["case"]: row for row in map(json.loads, ledger.read_text().splitlines())}
+    found = [row for name in CASES if (row := rows.get(name))]
+    made = dict.fromkeys(f"on {r['date']} at {r['commit']}, {r['on']}, `{r['with']}`" for r in found)
+    lines = [
+        textwrap.fill(f"Written by `make cluster-test`, {'; '.join(made)}:", 100, break_on_hyphens=False), "",
+        "| case | | result | trained again after | complete after | MLflow |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for case in CASES.values():
+        row = rows.get(case.name, asdict(Result(case.name)))
+        again, complete = (f"{s:.0f} s" if s else "" for s in (row["continued_s"], row["complete_s"]))
+        again = row["why"] if row["result"] == "passed" and row["why"] else again
+        cells = (case.name, case.text, row["result"], again, complete, row["mlflow"])
+        lines.append(f"| {' | '.join(cells)} |")
+    marks = r"(?<=<!-- cluster-test -->\n\n).*?(?=\n\n<!-- end -->)"
+    text, count = re.subn(marks, lambda _: "\n".join(lines), page.read_text(), count=1, flags=re.DOTALL)
+    if not count:
+        sys.exit(f"{page} has no marks <!-- cluster-test --> and <!-- end -->")
+    page.write_text(text)
+
+
 def parse(words: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -473,10 +510,13 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add(
         "--receipts", type=int, metavar="STEP", help="compare with docs/receipts (CPUs), and run no reference"
     )
-    add("--json", type=Path, metavar="FILE", help="write the results to this file")
+    ledger = ROOT / "build/cluster.jsonl"
+    add("--ledger", type=Path, default=ledger, metavar="FILE", help="append the results to this file")
+    add("--page", type=Path, metavar="FILE", help="write the newest results between the marks of this page")
     add("--list", action="store_true", help="list the cases")
     given = parser.parse_args(words)
-    if not given.list and not (given.image and given.mlflow_image):
+    is_run = given.image or given.mlflow_image or not (given.list or given.page)
+    if is_run and not (given.image and given.mlflow_image):
         parser.error("--image and --mlflow-image are required: images that the cluster can pull")
     return given
 
@@ -485,6 +525,9 @@ def main(words: list[str] | None = None) -> int:
     given = parse(words)
     if given.list:
         print("\n".join(f"{case.name:<23} {case.text}" for case in CASES.values()))
+        return 0
+    if given.page and not given.image:
+        write_page(given.page, given.ledger)
         return 0
     cases = chosen(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -500,8 +543,8 @@ def main(words: list[str] | None = None) -> int:
     finally:
         print("case                    result    continued  complete  weights, MLflow")
         print("\n".join(row(result) for result in results.values()), flush=True)
-        if given.json:
-            given.json.write_text(json.dumps([asdict(result) for result in results.values()], indent=1))
+        if given.page and given.ledger.exists():
+            write_page(given.page, given.ledger)
     return int(any(result.result == "failed" for result in results.values()))
 
 

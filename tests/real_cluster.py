@@ -115,11 +115,21 @@ class Cluster:
         self.kubectl("rollout", "status", "deployment/mlflow", "--timeout=600s", timeout=630)
 
     def apply(self, documents: list[Document]) -> None:
-        """Apply the documents, without the namespace: that of `make` has a label of its own."""
+        """Apply the documents, without the namespace: that of `make` has a label of its own.
+
+        Raises Failure if a second time changes something.
+        """
         items = [document for document in documents if document["kind"] != "Namespace"]
-        self.kubectl(
-            "apply", "--filename", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
-        )
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+        for _ in range(2):
+            lines = self.kubectl("apply", "--filename", "-", text=text).splitlines()
+        if changed := [line for line in lines if not line.endswith(" unchanged")]:
+            raise Failure(f"applied twice, and {', '.join(changed)}")
+
+    def describe(self) -> str:
+        """Return the version of Kubernetes, and the number of nodes."""
+        version = json.loads(self.kubectl("version", "--output", "json"))["serverVersion"]["gitVersion"]
+        return f"Kubernetes {version.partition('-')[0]}, {len(self.get('nodes')['items'])} nodes"
 
     def start_helper(self, documents: list[Document], avoid_node: str | None = None) -> None:
         """Start the helper anew, on a node other than `avoid_node`."""

@@ -4,16 +4,19 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import forked
 import pytest
-from harness import SMALL, Job, assert_each_sample_once, freeze, kill
+from harness import SMALL, Job, assert_each_sample_once, environment, freeze, kill
 from mlflow import MlflowClient
 
+from pipeline.addons.deploy import node
 from pipeline.addons.deploy.takeover import STALE_S
 from pipeline.errors import TemporaryError
 from pipeline.record.folder import RunFolder
@@ -142,6 +145,24 @@ def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
         other.go()
         code, error = other.end()
         assert (code, f"held by process {os.getpid()} " in error) == (75, True)
+
+
+def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on(
+    tmp_path: Path, digits: Path, holder: Holder
+) -> None:
+    """That node may have lost only the API server, and the other nodes are with it."""
+    words = ["pipeline", "doctor", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
+    env = node.environment(2, 1) | {"PET_RDZV_ENDPOINT": f"{socket.gethostname()}:29500"}
+    sooner = "from pipeline.addons.ops import doctor; doctor.REFRESH_S = 0.2"
+    files = tmp_path / "out", tmp_path / "err"
+    preflight = forked.server().start([*words, "track.uri=none"], environment(**env), files, sooner)
+    while "is held by process" not in files[1].read_text():
+        assert preflight.poll() is None, files[1].read_text()
+        time.sleep(0.1)
+    time.sleep(1)
+    assert preflight.poll() is None
+    assert holder.end()[0] == 0
+    assert preflight.wait(60) == 0, files[1].read_text()
 
 
 def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder) -> None:

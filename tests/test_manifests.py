@@ -1,14 +1,21 @@
 """The manifests: k8s/ equals the rendered defaults, all variants are valid, mistakes are found."""
 
 import itertools
+import os
+import random
 import re
+import sys
+import tarfile
+from base64 import b64decode
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from harness import pipeline
+from harness import pipeline, quick
 from manifests import (
     Document,
     claims_of,
@@ -23,9 +30,12 @@ from manifests import (
 
 import pipeline as package
 from pipeline.addons.deploy import node
+from pipeline.addons.deploy.code import unpack
 from pipeline.addons.deploy.k8s import render, render_sync
 from pipeline.addons.deploy.options import RenderOptions
+from pipeline.addons.run.provenance import provenance
 from pipeline.config.load import load
+from pipeline.errors import RequestError
 
 IMAGE = f"registry.example/train@sha256:{64 * '0'}"
 K8S = Path(package.__file__).parents[1] / "k8s"
@@ -69,12 +79,16 @@ def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[D
             (container,) = pod["containers"]
             assert (replicated["name"], container["name"], step) == ("node", "node", "trainer")
             expected = pod_of(one(defaults, "Job", "trainer"))
-            assert {**expected, **pod, "containers": []} == {**expected, "containers": []}
-            (trainer,) = expected["containers"]
-            words = [*container["command"], *container["args"]]
-            assert words == [*trainer["command"][:-1], "run.dir=/runs/digits"]
-            for key in ("image", "resources", "securityContext", "volumeMounts"):
-                assert container[key] == trainer[key]
+            left_out = {"containers": [], "initContainers": []}
+            assert {**expected, **pod, **left_out} == {**expected, **left_out}
+            for ours, usual in zip(containers(pod), containers(expected), strict=True):
+                words = [*ours["command"], *ours.get("args", [])]
+                sizes = ["--world", "2", "--nodes", "2"] if ours["name"] == "preflight" else []
+                assert words == [*usual["command"][:-1], "run.dir=/runs/digits", *sizes]
+                for key in ("image", "resources", "securityContext", "volumeMounts"):
+                    assert ours[key] == usual[key]
+            policy = document["spec"]["mlPolicy"]["torch"]["envInjection"]["targets"]
+            assert policy == [{"jobName": "node", "containerNames": ["preflight"]}]
         elif document["kind"] != "TrainJob":
             assert problems_alone(document) == []
             if "template" in document["spec"]:
@@ -228,7 +242,7 @@ def test_trainers_reach_the_store_and_nothing_else_outside(
     assert {**now, "egress": 0} == {**before, "egress": 0}
     added = [rule for rule in now["egress"] if rule not in before["egress"]]
     assert len(now["egress"]) == len(before["egress"]) + 1
-    assert [rule["ports"] for rule in added] == [[{"port": port}]]
+    assert [rule["ports"] for rule in added] == [[{"port": port, "protocol": "TCP"}]]
     if isinstance(peers, str):
         assert added[0]["to"] == [
             {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": peers}}}
@@ -307,6 +321,98 @@ def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
     assert {container["image"] for container in containers(pod_of(job))} == {IMAGE}
     one_file = pipeline("k8s", "render", "--sync", "digits", "--out", str(tmp_path / "sync"))
     assert f"kubectl apply -f {tmp_path / 'sync/sync-digits.yaml'}" in one_file.out
+
+
+def test_render_replaces_only_what_it_wrote_and_says_so(tmp_path: Path) -> None:
+    words = ("k8s", "render", "digits", "--out", str(tmp_path))
+    for more in ((), ()):
+        assert "other contents" not in quick(*words, *more).out
+    assert "(10-config.yaml, 50-trainer.yaml had other contents)" in quick(*words, "--nodes", "3").out
+    left = quick(*words, "--no-recovery")
+    assert (left.code, f"{tmp_path}/60-recovery.yaml" in left.error) == (2, True), "it would be applied"
+    (tmp_path / "10-config.yaml").write_text("kind: ConfigMap\nmetadata: {name: mine}\n")
+    foreign = quick(*words)
+    assert (foreign.code, "was not written by" in foreign.error) == (2, True)
+    assert "mine" in (tmp_path / "10-config.yaml").read_text()
+
+
+NET = """
+from torch.nn import AdaptiveAvgPool2d, Conv2d, Flatten, Sequential
+def net(num_classes):
+    return Sequential(Conv2d(3, num_classes, 3), AdaptiveAvgPool2d(1), Flatten())
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """Return a folder with a module, a package of two ConfigMaps, and what must not be sent."""
+    folder = tmp_path / "mine"
+    (folder / "pkg/__pycache__").mkdir(parents=True)
+    (folder / "mynet.py").write_text("from pkg import net\n")
+    (folder / "pkg/__init__.py").write_text(NET)
+    (folder / "pkg/table.bin").write_bytes(random.Random(0).randbytes(300_000))
+    for name in ("notes.txt", ".env", "pkg/.secret", "pkg/__pycache__/x.pyc"):
+        (folder / name).write_text("not sent")
+    (folder / "pkg/link").symlink_to("/etc/passwd")
+    return folder
+
+
+SENT = {"mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin"}
+
+
+def test_code_is_sent_verified_and_named_in_the_receipt(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])  # the model is found in the folder
+    request = RenderOptions(code=str(code), overrides=("model.arch=mynet:net",))
+    found = documents(request)
+    os.utime(code / "mynet.py", (1, 1))
+    assert documents(request) == found, "applied twice it is unchanged"
+    assert problems(found) == []
+    pod = pod_of(one(found, "Job", "trainer"))
+    (volume,) = [volume["projected"] for volume in pod["volumes"] if volume["name"] == "archives"]
+    maps = [one(found, "ConfigMap", source["configMap"]["name"]) for source in volume["sources"]]
+    assert len(maps) == 2
+    parts, target = tmp_path / "parts", tmp_path / "code"
+    parts.mkdir()
+    for name, text in (item for entry in maps for item in entry["binaryData"].items()):
+        assert len(text) < 250_000, "with kubectl's annotation"
+        (parts / name).write_bytes(b64decode(text))
+    unpacker, *others = containers(pod)
+    words = unpacker["command"][5:]
+    assert (words[0], words[-1]) == ("/archives", "/code")
+    unpack(parts, words[1], target)
+    assert {
+        str(path.relative_to(target)) for path in target.rglob("*") if "__pycache__" not in str(path)
+    } == SENT
+    for container in others:
+        env = {variable["name"]: variable["value"] for variable in container["env"]}
+        assert env == {"PYTHONPATH": "/code", "PIPELINE_CODE": f"sha256:{words[1]}"}
+        assert {"name": "code", "mountPath": "/code", "readOnly": True} in container["volumeMounts"]
+    monkeypatch.setenv("PIPELINE_CODE", env["PIPELINE_CODE"])
+    assert provenance(load("digits", request.overrides), torch.device("cpu"))["code"] == f"sha256:{words[1]}"
+    job = yaml.safe_load(render_sync(request, "digits")["sync-digits.yaml"])
+    assert problems_alone(job) == []
+    assert containers(pod_of(job))[0] == unpacker
+
+    (code / "mynet.py").write_text(NET)
+    assert not {entry["metadata"]["name"] for entry in documents(request)} >= {maps[0]["metadata"]["name"]}
+    (parts / "part-1").write_bytes(b"other")
+    with pytest.raises(RequestError, match="SHA-256"):
+        unpack(parts, words[1], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("../out.py", "0"), ("/tmp/out.py", "0"), ("link.py", "2")])
+def test_no_name_in_an_archive_of_code_leads_outside(tmp_path: Path, name: str, kind: str) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind.encode(), "/etc/passwd" if kind == "2" else ""
+    with tarfile.open(tmp_path / "part-0", "w:xz") as archive:
+        archive.addfile(entry)
+    digest = sha256((tmp_path / "part-0").read_bytes()).hexdigest()
+    with pytest.raises(RequestError, match="no file below its folder"):
+        unpack(tmp_path, digest, tmp_path / "code")
+    assert {path.name for path in tmp_path.rglob("*")} == {"part-0"}
 
 
 def test_the_manifest_of_a_server_with_a_password_does_not_contain_it() -> None:

@@ -3,10 +3,14 @@
 The agents run on this machine. tests/faults/test_nodes.py has them in network namespaces, frozen.
 """
 
+import json
 import random
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import jsonschema
 import pytest
+import yaml
 from faults.ledger import Notes
 from harness import (
     SHARING,
@@ -264,6 +270,39 @@ def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: 
     finally:
         agents.close()
     assert "this node exits, and may be started again" in agents.log()
+
+
+NEIGHBOURS = json.loads((Path(__file__).parent / "neighbours.json").read_text())
+"""The top level of the schemas of SkyPilot's tasks and resources, and of dstack's tasks."""
+
+
+@pytest.mark.parametrize("name", ["dstack", pytest.param("SkyPilot", marks=pytest.mark.full)])
+def test_the_tasks_for_skypilot_and_dstack_are_valid_and_train(
+    tmp_path: Path, digits: Path, name: str
+) -> None:
+    page = (Path(__file__).parents[1] / "docs/kubernetes.md").read_text()
+    (text,) = re.findall(rf"```yaml\n# {name}:.*?\n(.*?)```", page, re.DOTALL)
+    task = yaml.safe_load(text)
+    (schema,) = (schema for title, schema in NEIGHBOURS.items() if title.startswith(name))
+    jsonschema.validate(task, schema)
+    command = task["run"] if name == "SkyPilot" else "\n".join(task["commands"])
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    small = [word for word in SMALL if " " not in word]  # the shell splits $TRAIN
+    words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", *small, "train.max_steps=2")
+    port = command.replace(":29500", f":{free_port()}")
+    env = environment(
+        TRAIN=" ".join(words), SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="1",
+        SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2", DSTACK_NODES_NUM="2", DSTACK_GPUS_PER_NODE="1",
+        DSTACK_MASTER_NODE_IP="127.0.0.1",
+    )  # fmt: skip
+    agents = [subprocess.Popen(["bash", "-ec", port], env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        output = b"".join(agent.communicate(timeout=120 * SHARING)[0] for agent in agents)
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0]
+    assert output.count(b"done step=2 ") == 1
 
 
 def test_wrong_options_are_refused(tmp_path: Path, digits: Path) -> None:

@@ -76,11 +76,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) 
 
 @pytest.fixture(scope="module")
 def delivered(trained: dict[str, Trained], server: Server) -> dict[str, Result]:
-    """Send each of these runs to a good server afterwards, set by either variable."""
+    """Send each of these runs to a good server afterwards, set by either variable.
+
+    One is sent by a start that finds it finished.
+    """
     kinds = [kind for kind in TROUBLES if kind in trained]
     names = {kind: ("MLFLOW_TRACKING_URI", "PIPELINE_TRACK_URI")[n % 2] for n, kind in enumerate(kinds)}
     with ThreadPoolExecutor(2) as pool:
-        sent = pool.map(lambda kind: sync(trained[kind].job, **{names[kind]: server.uri}), kinds)
+        sent = pool.map(
+            lambda kind: (
+                start_again(trained[kind].job, server)
+                if kind == "absent"
+                else sync(trained[kind].job, **{names[kind]: server.uri})
+            ),
+            kinds,
+        )
         return dict(zip(kinds, sent, strict=True))
 
 
@@ -117,6 +127,8 @@ def test_sending_twice_duplicates_nothing(
     assert sync(job, MLFLOW_TRACKING_URI=server.uri).code == 0
     assert server.run_of(job).info.run_id == info.run_id
     assert_complete(server, job)
+    again = start_again(job, server)
+    assert (again.code, "sending what" in again.err) == (0, False), "the server has all"
 
 
 @pytest.mark.long
@@ -444,6 +456,10 @@ def run_timed(job: Job) -> Trained:
 
 def sync(job: Job, **env: str) -> Result:
     return quick("sync", str(job.folder), **env)
+
+
+def start_again(job: Job, server: Server) -> Result:
+    return quick(*job.train_words(), f"track.uri={server.uri}")
 
 
 def rows_with_metrics(job: Job) -> list[dict[str, Any]]:

@@ -120,6 +120,9 @@ k8s render digits checkpoint.mirror=s3://bucket/run | --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data pack data/imagenet s3://bucket/data'
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio.NAMESPACE.svc:9000
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
+k8s render --code photos | __init__.py
+k8s render --code nosuch | nosuch
+k8s watch --namespace=a.b | --namespace
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
 MLFLOW_TRACKING_URI=sqlite:///a%41b.db train digits | MLFLOW_TRACKING_URI=sqlite:///a%41b.db
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE=x

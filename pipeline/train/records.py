@@ -70,7 +70,7 @@ def open_records(
 def _list_records(job: Job, process: Process, start: Start, mirror: Any) -> Records:
     """Return the records of rank 0, whose folder is prepared."""
     config, folder, log = job.config, job.folder, process.terminal.log
-    tracker = addon("mlflow.sender").ToMLflow(job, log) if config.track.uri != "none" else None
+    tracker = addon("mlflow.sender").ToMLflow(config, folder, log) if config.track.uri != "none" else None
     listeners: list[Listener | None] = [
         addon("run.journal").ToJournal(job, start, mirror, log),
         addon("run.receipt").ToReceipt(folder, log),

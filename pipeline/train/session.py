@@ -56,7 +56,7 @@ def set_up(settled: Settled) -> Trainer:
         if contents:
             load_checkpoint(state, contents, settled.checkpoint, job.config, log)
     if _is_finished(job, process, state):
-        group.run_long_task(partial(_update_mirror, settled.mirror, process))
+        group.run_long_task(partial(_send_due, settled.mirror, job, process))
         return Trainer(job, process, state, Records())
     # rank 0 sets newer checkpoints aside, writes configuration and plan, opens the journal
     records = open_records(job, process, state, settled.checkpoint, settled.mirror)
@@ -185,11 +185,14 @@ def _is_finished(job: Job, process: Process, state: TrainState) -> bool:
     return True
 
 
-def _update_mirror(mirror: Any, process: Process) -> None:
-    """Send what an earlier start of a finished run could not send."""
+def _send_due(mirror: Any, job: Job, process: Process) -> None:
+    """Send to the mirror and to MLflow what an earlier start of a finished run could not send."""
     if mirror:
         mirror.start()
         mirror.close(process.stop.seconds_left)
+    if process.group.is_main:
+        send_due = addon("mlflow.sender").send_due
+        send_due(job.config, job.folder, process.terminal.log, process.stop.seconds_left)
 
 
 def _end(trainer: Trainer, status: str, line: str) -> End:

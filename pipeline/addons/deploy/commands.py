@@ -1,4 +1,4 @@
-"""The commands rehearse, k8s render, k8s recover."""
+"""The commands rehearse, k8s render, k8s watch, k8s recover."""
 
 import argparse
 import os
@@ -6,7 +6,14 @@ import re
 import shlex
 from typing import NoReturn
 
-from pipeline.addons.deploy.options import add_flags, count_or_range, image_name, matching, options_of
+from pipeline.addons.deploy.options import (
+    add_flags,
+    count_or_range,
+    image_name,
+    matching,
+    namespace_name,
+    options_of,
+)
 from pipeline.cli.arguments import Commands, add_command, add_recipe, path, positive_int
 from pipeline.errors import RequestError, count_of
 
@@ -17,10 +24,21 @@ _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 
 def add_commands(commands: Commands) -> None:
     _add_rehearse(commands)
-    description = "Write Kubernetes manifests for a training job; replace pods of lost nodes."
+    description = (
+        "Write Kubernetes manifests for a training job, show how it goes, replace pods of lost nodes."
+    )
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
     actions = k8s.add_commands("ACTION")
     _add_render(actions)
+    parser = add_command(
+        actions, "watch", _watch, "show how the Job in a cluster goes, until it ends",
+        "Show the log of the Job's pod 0, and a line for each change of a pod, with kubectl. Ends when the"
+        " Job does: with 0 if it is complete, otherwise with the exit code of the preflight that ended it,"
+        " or 1.",
+        "pipeline k8s watch",
+    )  # fmt: skip
+    help = "namespace of the Job (default ddp-pipeline)"
+    parser.add_argument("--namespace", type=namespace_name, default="ddp-pipeline", metavar="NAME", help=help)
     add_command(
         actions, "recover", _recover, "in a cluster: let the Job replace the pods of a node that is lost",
         "Mark each trainer pod of this namespace as Failed that should have ended 15 s ago and whose node has"
@@ -78,7 +96,7 @@ def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
         "Print the manifests, or write them to --out. Without options they are those of k8s/.",
-        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out job",
+        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
         argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
     )  # fmt: skip
     add_recipe(parser, "name or path (default digits)", nargs="?")
@@ -96,9 +114,17 @@ def _render(options: argparse.Namespace) -> str:
     manifests = render_sync(request, options.sync) if options.sync else render(request)
     if out is None:
         return "---\n".join(manifests.values()).rstrip()
-    write(manifests, out)
+    replaced = write(manifests, out)
     place = str(out / next(iter(manifests)) if len(manifests) == 1 else out)
-    return f"wrote {count_of(len(manifests), 'manifest')} to {out}: run kubectl apply -f {shlex.quote(place)}"
+    changed = f" ({', '.join(replaced)} had other contents)" if replaced else ""
+    wrote = f"wrote {count_of(len(manifests), 'manifest')} to {out}{changed}"
+    return f"{wrote}: run kubectl apply -f {shlex.quote(place)}"
+
+
+def _watch(options: argparse.Namespace) -> str:
+    from pipeline.addons.deploy.watch import watch
+
+    return watch(options.namespace)
 
 
 def _recover(_: argparse.Namespace) -> NoReturn:

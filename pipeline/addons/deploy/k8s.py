@@ -8,12 +8,15 @@ are applied.
 
 import json
 import math
+import os
 import re
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import ip_network
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -21,6 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.addons.datasets.sources import data_size
 from pipeline.addons.deploy import node
+from pipeline.addons.deploy.code import pack
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.models.inputs import target_of
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
@@ -50,12 +54,15 @@ def render(request: RenderOptions) -> dict[str, str]:
             raise RequestError(problem, "set RUN_DIR in 10-config.yaml, or rename the recipe")
     request, config = _complete(request)
     node.check_resume_is_auto(config)
+    if request.code:
+        sys.path.append(os.path.abspath(request.code))  # the recipe's model may be a function there
     _check_store(request, config)
     _check_pods(request, config)
     _check_plan(request, config)
     names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
-    if request.no_recovery:
-        names.remove("60-recovery.yaml")
+    for name, is_needed in (("15-code.yaml", request.code), ("60-recovery.yaml", not request.no_recovery)):
+        if not is_needed:
+            names.remove(name)
     values = _values(request, config)
     return {name: _fill(name, values) for name in names}
 
@@ -72,20 +79,50 @@ def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
     job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
     model = load(request.recipe, [*request.overrides]).model
     trusted = model.arch if model.is_function else ""
-    values = {**vars(request), "sync": run, "sync_job": job, "trusted": trusted}
-    return {f"{job}.yaml": _fill("sync.yaml", values)}
+    values = {**vars(request), "sync": run, "sync_job": job, "trusted": trusted, "code": _code_of(request)}
+    files = {"15-code.yaml": _fill("15-code.yaml", values)} if request.code else {}
+    return {**files, f"{job}.yaml": _fill("sync.yaml", values)}
 
 
-def write(manifests: dict[str, str], folder: Path) -> None:
-    """Write each manifest to its file. Raises RequestError or StorageError."""
+def write(manifests: dict[str, str], folder: Path) -> list[str]:
+    """Write each manifest to its file; return the names of files that had other contents.
+
+    Raises RequestError, also for a file that this command did not write, or StorageError.
+    """
+    replaced = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / name for name in manifests):
+            text = manifests[path.name]
+            before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else text
+            if not _objects(before) & _objects(text):
+                problem = f"{path} was not written by 'pipeline k8s render'"
+                raise RequestError(problem, "remove it, or give another --out")
+            replaced += [path.name] if before != text else []
+        stale = {path.name for path in _TEMPLATES.glob("[0-9]*.yaml")} - manifests.keys()
+        for path in (folder / name for name in stale if len(manifests) > 2):
+            if path.exists():
+                problem = f"{path} is of an earlier render with other options, and would be applied, too"
+                raise RequestError(problem, "remove it, or give another --out")
         for name, text in manifests.items():
             atomic_write(target_of(folder / name), text.encode())
+        return replaced
     except OSError as error:
         kind = StorageError if error.errno in FULL else RequestError
         problem = f"{error.filename or folder} cannot be written: {error.strerror}"
         raise kind(problem, "give --out a folder that can") from None
+
+
+def _objects(text: str) -> set[tuple[str, str]]:
+    """Return kind and name of each object in a manifest. The name of code ends with a digest."""
+    with suppress(yaml.YAMLError, LookupError, TypeError):
+        objects = filter(None, yaml.safe_load_all(text))
+        return {(found["kind"], found["metadata"]["name"].partition("-code-")[0]) for found in objects}
+    return set()
+
+
+def _code_of(request: RenderOptions) -> dict[str, Any] | None:
+    return pack(Path(request.code)) if request.code else None
 
 
 def _fill(template: str, values: dict[str, object]) -> str:
@@ -227,7 +264,7 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     if request.store_endpoint:
         environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {
-        **vars(request),
+        **vars(request), "code": _code_of(request),
         "job": node.JOB, "host": node.host_name(0), "environment": environment,
         "run": name, "recipe": _scalar(text), "access": access,
         "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],

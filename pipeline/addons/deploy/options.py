@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pipeline import __version__
-from pipeline.cli.arguments import Parser, positive_int
+from pipeline.cli.arguments import Parser, path_or_uri, positive_int
 
 
 def count_or_range(text: str) -> tuple[int | None, int]:
@@ -40,7 +40,7 @@ def matching(pattern: str, expected: str) -> Callable[[str], str]:
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _RULE = "use lower-case letters, digits and -, start and end with a letter or digit, 63 characters at most"
-_label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}")
+namespace_name = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}")
 _subdomain = matching(
     rf"{_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
 )
@@ -105,7 +105,9 @@ class RenderOptions:
         False, "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
     )
     pull_secret: str | None = _flag(None, "Secret with the registry's credentials", _subdomain, "NAME")
-    namespace: str = _flag("ddp-pipeline", "namespace of all objects (default ddp-pipeline)", _label, "NAME")
+    namespace: str = _flag(
+        "ddp-pipeline", "namespace of all objects (default ddp-pipeline)", namespace_name, "NAME"
+    )
     storage_class: str | None = _flag(
         None, "one with ReadWriteMany (default: the cluster's default)", _subdomain, "NAME"
     )
@@ -142,6 +144,9 @@ class RenderOptions:
     )
     queue: str | None = _flag(
         None, "Kueue's LocalQueue, which starts all pods together or none", _subdomain, "NAME"
+    )
+    code: str | None = _flag(
+        None, "run the Python modules and packages of this folder, without a new image", path_or_uri, "FOLDER"
     )
     no_recovery: bool = _flag(
         False, "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"

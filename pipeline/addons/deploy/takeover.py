@@ -21,6 +21,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -81,6 +82,16 @@ class Lock:
         except OSError:
             return False
 
+    def is_fresh(self) -> bool:
+        """Return True if the holder has refreshed the lock lately, by the file server's clock."""
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryFile(dir=self.path.parent, prefix=".doctor-") as now,
+        ):
+            os.utime(now.fileno())
+            return os.fstat(now.fileno()).st_mtime - os.stat(self.path).st_mtime < 3 * REFRESH_S
+        return False
+
     def join_holder(self) -> None:
         """Remember the process that holds the lock now: this process writes on its behalf."""
         self._content = self._read() or None
@@ -113,7 +124,7 @@ class Lock:
             # the holder may open the file here: it exits, so it need not keep the lock
             is_other = self._read() not in (b"", self._content)
             lost = ": its lock was lost or cannot be read"
-            problem = f" was taken over by {self._holder()}" if is_other else lost
+            problem = f" was taken over by {self.holder()}" if is_other else lost
             line = f"{self.subject}{problem}: this process writes nothing more and exits"
             print(f"pipeline: {line}", file=sys.stderr, flush=True)
             os._exit(TemporaryError.code)
@@ -133,7 +144,7 @@ class Lock:
                         "give a folder on a file system with locks (NFS 4, CephFS, Lustre, a local disk)",
                     ) from None
                 if not is_locked:
-                    raise TemporaryError(f"{self.subject} is held by {self._holder()}", self.remedy)
+                    raise TemporaryError(f"{self.subject} is held by {self.holder()}", self.remedy)
                 if has_name(descriptor, self.path):  # else it was removed or replaced meanwhile
                     _write_holder(descriptor)
                     undo.pop_all()
@@ -154,7 +165,7 @@ class Lock:
                 if not (lock(descriptor, 0) and has_name(descriptor, candidate)):
                     raise held
                 undo.callback(candidate.unlink, missing_ok=True)
-                holder = self._holder()
+                holder = self.holder()
                 os.utime(descriptor)
                 age_s = max(0, round(os.fstat(descriptor).st_mtime - os.stat(self.path).st_mtime))
                 if age_s < STALE_S:
@@ -181,7 +192,7 @@ class Lock:
             return error.errno != errno.ESTALE
         return True
 
-    def _holder(self) -> str:
+    def holder(self) -> str:
         """Return the holder's name, for messages. The holder itself must not call it."""
         # closing a descriptor of the file drops a lock of this process (POSIX)
         line = self._read().partition(b"\n")[0].decode(errors="replace").strip()

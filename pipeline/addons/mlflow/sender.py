@@ -20,8 +20,10 @@ from pipeline import world
 from pipeline.addons.mlflow import READY, TRAINING_DONE
 from pipeline.addons.mlflow.uri import ignored_variables, tracking_uri
 from pipeline.addons.ops.credentials import without_password
+from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError
-from pipeline.train.job import Job
+from pipeline.files import parse_json
+from pipeline.record.folder import RunFolder
 from pipeline.train.listener import End, Listener, Start
 
 _READY_TIMEOUT_S = 60
@@ -29,17 +31,35 @@ _READY_TIMEOUT_S = 60
 _FINISH_TIMEOUT_S = 120
 
 
+def send_due(
+    config: Config, folder: RunFolder, log: Callable[[str], None], seconds_left: Callable[[], float | None]
+) -> None:
+    """Send what the start that finished a run could not send, in two minutes at most."""
+    if config.track.uri == "none" or not folder.journal.exists():
+        return
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        size, servers = folder.journal.stat().st_size, parse_json(folder.delivered.read_bytes()).values()
+        if servers and all(server["offset"] == size and not server["due"] for server in servers):
+            return
+    sender = ToMLflow(config, folder, log)
+    sender.start_process()
+    sender.deliver_rest(seconds_left)
+
+
 class ToMLflow(Listener):
     """Starts the process that sends the journal's rows to MLflow, and waits for it at the end."""
 
-    def __init__(self, job: Job, log: Callable[[str], None]) -> None:
-        self._config, self._folder, self._log = job.config, job.folder, log
+    def __init__(self, config: Config, folder: RunFolder, log: Callable[[str], None]) -> None:
+        self._config, self._folder, self._log = config, folder, log
         self._process: subprocess.Popen[bytes] | None = None
         self._uri = ""
 
     def started(self, start: Start) -> None:
         if ignored := ignored_variables():
             self._log(f"MLflow{ignored}")
+        self.start_process()
+
+    def start_process(self) -> None:
         self._uri = tracking_uri(self._config, self._folder) or ""
         environment = {name: value for name, value in os.environ.items() if name not in world.VARIABLES}
         # the URI is not an argument, since ps shows those
@@ -74,6 +94,9 @@ class ToMLflow(Listener):
         )
 
     def closed(self, end: End) -> None:
+        self.deliver_rest(end.seconds_left)
+
+    def deliver_rest(self, seconds_left: Callable[[], float | None]) -> None:
         """Let the sender deliver the rest. It may outlive this process and deliver it then."""
         if not self._process:
             return
@@ -86,7 +109,7 @@ class ToMLflow(Listener):
         while self._process.poll() is None and time.monotonic() < give_up and (left is None or left > 0):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)
-            left = end.seconds_left()
+            left = seconds_left()
         if self._process.poll() is None and left is None:
             self._process.kill()
             self._process.wait()

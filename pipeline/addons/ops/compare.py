@@ -43,7 +43,7 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     ]
     if any(found) or tensor:
         found.append(tensor or _first_tensor(_checksums(old, new, evaluated)))
-        names = ["commit", "version", "image", *(name for name in CAUSES if name != "world")]
+        names = ["commit", "code", "version", "image", *(name for name in CAUSES if name != "world")]
         causes = ", ".join(changed_facts(new, old, names))
         found.append(
             f"probable cause: {causes}" if causes else "no change of software, threads or device is known"

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from pipeline import errors, launcher
 from pipeline.addons.datasets.place import open_data
+from pipeline.addons.deploy.takeover import REFRESH_S
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.plan_table import table
@@ -35,6 +36,7 @@ from pipeline.record.journal import last_event
 from pipeline.world import World
 
 _NAMES_TIMEOUT_S = 60
+_LOG_EVERY_S = 30
 _FRESH_START = "a fresh start"
 T = TypeVar("T")
 
@@ -101,6 +103,8 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     check, mirror = findings.check, config.checkpoint.mirror
     folder = run_folder = RunFolder(config.run_dir)
     check("run folder", lambda: request.check_run_folder_is_writable(config, folder))
+    if _is_node_0():
+        _wait_for_former_node_0(folder)
     if mirror:
         newest = check(
             "mirrored run",
@@ -146,7 +150,30 @@ def _check_node(
     file = os.environ.get("PIPELINE_FINISHED")
     if file and done_line and not findings.error:  # the rendezvous of this node then waits for no other
         _log(f"the run is finished: {done_line}")
+        if _is_node_0():  # the node that finished it may have been lost before it had sent all
+            from pipeline.addons.mlflow.sender import send_due  # imports torch
+
+            send_due(config, RunFolder(config.run_dir), _log, lambda: None)
         Path(file).write_text(done_line, encoding="utf-8")
+
+
+def _is_node_0() -> bool:
+    host, _, port = os.environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")
+    return bool(port) and host.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+def _wait_for_former_node_0(folder: RunFolder) -> None:
+    """Wait while the node that this one replaces trains on: it may have lost only its API server.
+
+    The other nodes are with it. It ends the run, or releases its lock, or is lost, too, and no
+    longer refreshes the lock.
+    """
+    last = 0.0
+    while folder.lock.is_held() and folder.lock.is_fresh():
+        if time.monotonic() > last + _LOG_EVERY_S:
+            _log(f"{folder.lock.subject} is held by {folder.lock.holder()}: waiting for its end")
+            last = time.monotonic()
+        time.sleep(REFRESH_S)
 
 
 def _check_machine(findings: Findings, config: Config, here: World, source: Source, plan: Plan) -> None:

@@ -58,6 +58,7 @@ def provenance(config: Config, device: torch.device) -> dict[str, str]:
         "mlflow.source.git.commit": os.environ.get("PIPELINE_COMMIT", "").replace("unknown", "") or _commit(),
         "mlflow.docker.image.uri": os.environ.get("PIPELINE_IMAGE", "").replace("unknown", ""),
         "mlflow.docker.image.id": os.environ.get("PIPELINE_IMAGE_ID", "").replace("unknown", ""),
+        "code": os.environ.get("PIPELINE_CODE", ""),  # of `k8s render --code`, in place of the image's
         "version": __version__,
         "python": platform.python_version(),
         "glibc": platform.libc_ver()[1],
