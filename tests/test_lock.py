@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from pipeline.record.journal import Journal, read
 
 HOLD = """\
 import sys
+import time
 from pathlib import Path
 from pipeline.addons.deploy import takeover
 from pipeline.errors import RunError
