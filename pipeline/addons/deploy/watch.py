@@ -49,8 +49,9 @@ def watch(namespace: str) -> str:
                     log, followed, is_followed = subprocess.Popen([*kubectl, *words]), name, True
             for end in job["status"].get("conditions") or []:
                 if end["status"] == "True" and end["type"] in ("Complete", "Failed"):
-                    with suppress(subprocess.TimeoutExpired):
-                        _ = log and log.wait(10)
+                    if log:
+                        with suppress(subprocess.TimeoutExpired):
+                            log.wait(10)
                     if end["type"] == "Complete":
                         return f"the Job {JOB} is complete"
                     message = end.get("message", end["type"])
@@ -92,7 +93,8 @@ def _state(pod: Object) -> str:
     why += [c for c in status.get("conditions", []) if (c["type"], c["status"]) == ("PodScheduled", "False")]
     state += "".join(f": {found.get('reason')}: {found.get('message')}" for found in why)
     for container in _containers(pod):
-        name, ((kind, detail),) = container["name"], (container["state"] or {"waiting": {}}).items()
+        name, state_of = container["name"], container["state"] or {"waiting": {}}
+        ((kind, detail),) = state_of.items()
         if kind == "terminated" and detail["exitCode"]:
             lines = detail.get("message", "").strip().splitlines() or [detail.get("reason", "")]
             line = [lines[-1], *(line for line in lines if "pipeline: " in line)][-1]
