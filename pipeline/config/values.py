@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -112,6 +112,12 @@ Arguments = Annotated[
     WithJsonSchema(
         {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
     ),
+]
+
+ClassWeights = Annotated[
+    Literal["none", "balanced", "sqrt"] | dict[str, float],
+    BeforeValidator(lambda given: addon("models.class_weights").parse(given)),
+    WithJsonSchema({"allowed": "none | balanced | sqrt | FILE"}),
 ]
 
 

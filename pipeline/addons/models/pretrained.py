@@ -1,4 +1,4 @@
-"""First weights from torchvision, a file, a run or MLflow, with a head for the data's classes.
+"""First weights: of torchvision, timm, a file, a run or MLflow, with a head for the data's classes.
 
 Rank 0 reads them and sends them to all processes, so no other process needs the file or the
 network. The tensors whose shape does not fit are those of the head: it keeps its random weights,
@@ -20,6 +20,7 @@ import torchvision
 from torch import Tensor, nn
 
 from pipeline.addons.models.archive import check_archive
+from pipeline.addons.models.functions import timm_builder
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.addons.models.trained import eval_weights
 from pipeline.config.sections import Model
@@ -36,7 +37,7 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
     they cannot be fetched now.
     """
     assert options.init is not None
-    given, wanted = _read(options.arch, options.init), model.state_dict()
+    given, wanted = _read(options, options.init), model.state_dict()
     fitting = {
         name: given[name] for name in wanted if name in given and given[name].shape == wanted[name].shape
     }
@@ -68,40 +69,81 @@ def freeze(model: nn.Module, names: str) -> str:
 
     Raises RequestError for a module that the model does not have, or if nothing is left to train.
     """
-    modules = dict(model.named_modules())
-    chosen = [name.strip() for name in names.split(",")]
-    if names == "backbone":
-        children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-        heads = _heads(model, children)
-        chosen = [name for name in children if name not in heads]
-        for parameter in model.parameters(recurse=False):  # a transformer's class token
-            parameter.requires_grad_(False)
-    for name in chosen:
-        if name not in modules or not name:
-            close = nearest(name, list(modules))
-            raise RequestError(f"model.freeze={names}: the model has no module {name!r}{close}")
-        modules[name].eval().requires_grad_(False)
+    modules, parameters = frozen_parts(model, names)
+    for module in modules.values():
+        module.eval()
+    for parameter in parameters:
+        parameter.requires_grad_(False)
     left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
         raise RequestError(f"model.freeze={names} leaves nothing to train", "do not freeze the head")
     total = sum(parameter.numel() for parameter in model.parameters())
-    return f"{', '.join(chosen)} frozen: {left:,} of {total:,} weights are trained"
+    return f"{', '.join(modules)} frozen: {left:,} of {total:,} weights are trained"
 
 
-def _heads(model: nn.Module, children: list[str]) -> list[str]:
-    """Return the children with a classifier: those that timm names, or the last child."""
+def frozen_parts(model: nn.Module, names: str) -> tuple[dict[str, nn.Module], list[nn.Parameter]]:
+    """Return the modules that `model.freeze` names, and all parameters that it freezes."""
+    modules = dict(model.named_modules())
+    chosen, own = [name.strip() for name in names.split(",")], []
+    if names == "backbone":
+        kept = heads(model)
+        chosen = [name for name, child in model.named_children() if name not in kept and _has_weights(child)]
+        own = [*model.parameters(recurse=False)]  # a transformer's class token
+    for name in chosen:
+        if name not in modules or not name:
+            close = nearest(name, list(modules))
+            raise RequestError(f"model.freeze={names}: the model has no module {name!r}{close}")
+    parts = {name: modules[name] for name in chosen}
+    return parts, own + [param for module in parts.values() for param in module.parameters()]
+
+
+class FrozenUntil:
+    """The parts of `model.freeze` until the step of `model.freeze_until`: a function of the step.
+
+    All processes exchange their gradients from the start, and drop them: so neither the buckets of
+    DDP nor the optimizer change at that step, and a part that is not updated keeps its bits.
+    """
+
+    def __init__(self, model: nn.Module, options: Model, until: int) -> None:
+        assert options.freeze is not None
+        modules, self._parameters = frozen_parts(model, options.freeze)
+        self._modules, self._until = [*modules.values()], until
+
+    def before_step(self, step: int) -> None:
+        if step <= self._until:
+            for module in self._modules:
+                module.train(step == self._until)  # in evaluation mode the running statistics stay
+
+    def drop_gradients(self, step: int) -> None:
+        """Have the optimizer leave out what is frozen at this step."""
+        for parameter in self._parameters if step < self._until else ():
+            parameter.grad = None
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def heads(model: nn.Module) -> list[str]:
+    """Return the children with a classifier: those that timm names, or the last with weights."""
+    children = [name for name, child in model.named_children() if _has_weights(child)]
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
     classifiers = named if isinstance(named, tuple | list) else [named]
-    heads = [
+    found = [
         name
         for name in children
         if any(module in classifiers for module in model.get_submodule(name).modules())
     ]
-    return heads or children[-1:]
+    return found or children[-1:]
 
 
-def _read(arch: str, init: str) -> dict[str, Tensor]:
+def _read(options: Model, init: str) -> dict[str, Tensor]:
+    arch = options.arch
+    if init == "timm":
+        return timm_model(options).state_dict()
+    if init == "torchvision":
+        return _published(arch, "DEFAULT")
     if init.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 
@@ -140,6 +182,37 @@ def _published(arch: str, name: str) -> dict[str, Tensor]:
         problem = f"its file in torch's cache (TORCH_HOME) holds no weights ({one_line(error)})"
         raise StorageError(f"model.init={name}: {problem}", "remove it") from None
     return weights
+
+
+def timm_model(options: Model) -> nn.Module:
+    """Return timm's model with its published weights and its own number of classes.
+
+    The weights are a file of safetensors from huggingface_hub's cache, which fetches it once. timm
+    gets the tensors and not the name of a file, of which it might unpickle another kind.
+    """
+    builder, name = timm_builder(options.arch), options.arch.removeprefix("timm/")
+    import timm
+    from huggingface_hub import errors as hub
+    from huggingface_hub import hf_hub_download
+    from safetensors.torch import load_file
+
+    entry = timm.get_pretrained_cfg(name)
+    stated = f"the published weights of {options.arch}"
+    if not entry or not entry.hf_hub_id:
+        raise RequestError(f"the Hugging Face Hub does not have {stated}", "give another model.arch")
+    try:
+        tensors = load_file(hf_hub_download(entry.hf_hub_id, "model.safetensors"))
+    except hub.LocalEntryNotFoundError as error:  # no network, and not in the cache
+        remedy = "connect once, or put the file into huggingface_hub's cache (HF_HOME)"
+        raise TemporaryError(f"{stated} cannot be fetched ({one_line(error, 200)})", remedy) from None
+    except hub.HfHubHTTPError as error:
+        raise RequestError(f"{stated} are not published as safetensors ({one_line(error, 200)})") from None
+    except Exception as error:  # as torch, safetensors raises its own kinds for what is not its own
+        raise StorageError(f"{stated} cannot be read: {one_line(error, 200)}", "remove the file") from None
+    model: nn.Module = builder(
+        pretrained=True, pretrained_cfg_overlay={"state_dict": tensors}, **options.args
+    )
+    return model
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:
