@@ -36,7 +36,9 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         compile_reason=compile_reason,
         is_portable=is_portable,
         portable_reason=portable_reason,
-        normalised=addon("models.published").describe(config.model),
+        normalised=f"{config.model.mean} and {config.model.std}, model.init={config.model.init}"
+        if config.model.mean
+        else "",
     )
     return replace(plan, not_resident=addon("datasets.resident_limits").why_not(config, plan, world))
 

@@ -115,8 +115,7 @@ Arguments = Annotated[
 ]
 
 ClassWeights = Annotated[
-    Literal["none", "balanced", "sqrt"] | dict[str, float],
-    BeforeValidator(lambda given: addon("models.class_weights").parse(given)),
+    Literal["none", "balanced", "sqrt"] | dict[str, Text],
     WithJsonSchema({"allowed": "none | balanced | sqrt | FILE"}),
 ]
 

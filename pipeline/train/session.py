@@ -83,7 +83,7 @@ def build_state(
         log(addon("models.pretrained").freeze(model, config.model.freeze))
     teacher = None
     if config.model.teacher:  # before the memory for passes is measured
-        teacher = addon("models.teacher").make_teacher(config, plan, job.source.classes, group, log)
+        teacher = addon("models.teacher").Teacher(config, job.source.classes, plan.image_sizes, group)
     if group.device.type == "cuda" and config.parallel == "ddp":
         watchdog.beat()
         plan = addon("models.memory").fit_passes(config, plan, group, model, log)

@@ -7,7 +7,6 @@ pass of one process.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,10 +34,8 @@ class Step:
         self._average: MovingAverage | None = None
         if state.ema is not None and config.train.ema is not None:
             self._average = MovingAverage(state.ema, state.model, config.train.ema)
-        self._frozen: Any = None
-        if plan.unfreeze_step:
-            frozen_until = addon("models.pretrained").FrozenUntil
-            self._frozen = frozen_until(state.model, config.model, plan.unfreeze_step)
+        frozen_until = addon("models.pretrained").FrozenUntil
+        self._frozen = frozen_until(state.model, config.model.freeze, plan.unfreeze_step)
         self.used: list[Batch] = []
         """The batches of the current step, which an error names."""
 
@@ -46,8 +43,7 @@ class Step:
         """Run all passes of one step, and return their summed loss, [] on the device."""
         state, passes = self._state, self._plan.accumulate
         group = state.strategy.group
-        if self._frozen:
-            self._frozen.before_step(state.step)
+        self._frozen.before_step(state.step)
         losses: list[Tensor] = []
         self.used = []
         for micro in range(passes):
@@ -68,8 +64,7 @@ class Step:
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
         # if the loss was bad, a GPU leaves the update out: the host learns of it a step later
         state.loss_guard.skip_bad_update(state.optimizer, has_scaler=scaler.is_enabled())
-        if self._frozen:
-            self._frozen.drop_gradients(state.step)
+        self._frozen.before_update(state.step)
         if config.train.clip is not None:
             scaler.unscale_(state.optimizer)  # the norm is that of the true gradient
             state.strategy.clip_gradients(config.train.clip)

@@ -1,10 +1,4 @@
-"""A learning rate for each layer: `optimizer.layer_decay` and `optimizer.head_lr`.
-
-layer_decay is that of Bao et al., "BEiT", 2021: the layers of timm's models are those of its
-`group_matcher`. Those of other models are the members with weights of the outermost
-`nn.Sequential`s, in order; other weights belong to the layer before them, and the classifier is the
-last layer.
-"""
+"""Learning rates by layer: `optimizer.layer_decay` (Bao et al., "BEiT", 2021) and `head_lr`."""
 
 from torch import nn
 
@@ -14,31 +8,30 @@ from pipeline.config.sections import Optimizer
 
 
 def rate_scales(model: nn.Module, options: Optimizer) -> dict[str, float]:
-    """Return the factor of the learning rate of each parameter, by name."""
-    layers, last = layer_numbers(model)
-    decay = options.layer_decay or 1.0
-    scales = {name: decay ** (last - layer) for name, layer in layers.items()}
-    if options.head_lr:
-        prefixes = tuple(f"{name}." for name in heads(model))
-        scales |= {name: options.head_lr / options.lr for name in scales if name.startswith(prefixes)}
-    return scales
+    """Return the factor of the learning rate of each parameter, by name.
 
-
-def layer_numbers(model: nn.Module) -> tuple[dict[str, int], int]:
-    """Return the layer of each parameter, from 0 for the first, by name; and the last layer."""
-    names = [name for name, _ in model.named_parameters()]
+    Layers are the groups of timm's `group_matcher`, or else the members with weights of the
+    outermost `nn.Sequential`s, in order: other weights belong to the layer before them, and the
+    classifier is the last layer.
+    """
+    head = tuple(f"{name}." for name in heads(model))
+    layers: dict[str, int] = {}
     if matcher := getattr(model, "group_matcher", None):
         from timm.models import group_parameters
 
-        found = group_parameters(model, matcher(coarse=False), reverse=True)
-        last = max(found.values())
-        return {name: found.get(name, last) for name in names}, last
-    of_block = {
-        id(param): number for number, block in enumerate(blocks(model), 1) for param in block.parameters()
+        layers = group_parameters(model, matcher(coarse=False), reverse=True)
+        last = max(layers.values())
+    else:
+        ends = {id(param): i for i, block in enumerate(blocks(model), 1) for param in block.parameters()}
+        layer = 0
+        for name, param in model.named_parameters():
+            layers[name] = layer = layer if name.startswith(head) else ends.get(id(param), layer)
+        last = layer + 1
+        layers |= {name: last for name in layers if name.startswith(head)}
+    decay, head_scale = options.layer_decay or 1.0, (options.head_lr or options.lr) / options.lr
+    return {
+        name: head_scale
+        if options.head_lr and name.startswith(head)
+        else decay ** (last - layers.get(name, last))
+        for name, _ in model.named_parameters()
     }
-    prefixes = tuple(f"{name}." for name in heads(model))
-    last, layer, layers = max(of_block.values(), default=0) + 1, 0, {}
-    for name, param in model.named_parameters():
-        layer = of_block.get(id(param), layer)
-        layers[name] = last if name.startswith(prefixes) else layer
-    return layers, last

@@ -84,49 +84,45 @@ def freeze(model: nn.Module, names: str) -> str:
 def frozen_parts(model: nn.Module, names: str) -> tuple[dict[str, nn.Module], list[nn.Parameter]]:
     """Return the modules that `model.freeze` names, and all parameters that it freezes."""
     modules = dict(model.named_modules())
-    chosen, own = [name.strip() for name in names.split(",")], []
+    chosen, parameters = [name.strip() for name in names.split(",")], []
     if names == "backbone":
-        kept = heads(model)
-        chosen = [name for name, child in model.named_children() if name not in kept and _has_weights(child)]
-        own = [*model.parameters(recurse=False)]  # a transformer's class token
+        chosen = [name for name in _children(model) if name not in heads(model)]
+        parameters = [*model.parameters(recurse=False)]  # a transformer's class token
     for name in chosen:
         if name not in modules or not name:
             close = nearest(name, list(modules))
             raise RequestError(f"model.freeze={names}: the model has no module {name!r}{close}")
-    parts = {name: modules[name] for name in chosen}
-    return parts, own + [param for module in parts.values() for param in module.parameters()]
+        parameters += modules[name].parameters()
+    return {name: modules[name] for name in chosen}, parameters
 
 
 class FrozenUntil:
-    """The parts of `model.freeze` until the step of `model.freeze_until`: a function of the step.
+    """Freezes the parts of `model.freeze` before a step, that of `model.freeze_until`.
 
-    All processes exchange their gradients from the start, and drop them: so neither the buckets of
-    DDP nor the optimizer change at that step, and a part that is not updated keeps its bits.
+    Their gradients are exchanged from the start, and dropped: so neither DDP's buckets nor the
+    optimizer change at that step, and what is frozen depends on nothing but the step.
     """
 
-    def __init__(self, model: nn.Module, options: Model, until: int) -> None:
-        assert options.freeze is not None
-        modules, self._parameters = frozen_parts(model, options.freeze)
-        self._modules, self._until = [*modules.values()], until
+    def __init__(self, model: nn.Module, names: str | None, until: int) -> None:
+        self._until = until
+        self._modules, self._parameters = frozen_parts(model, names or "") if until else ({}, [])
 
     def before_step(self, step: int) -> None:
-        if step <= self._until:
-            for module in self._modules:
-                module.train(step == self._until)  # in evaluation mode the running statistics stay
+        for module in self._modules.values() if step <= self._until else ():
+            module.train(step == self._until)  # in evaluation mode, running statistics stay
 
-    def drop_gradients(self, step: int) -> None:
-        """Have the optimizer leave out what is frozen at this step."""
+    def before_update(self, step: int) -> None:
         for parameter in self._parameters if step < self._until else ():
-            parameter.grad = None
+            parameter.grad = None  # the optimizer leaves it out, also its decay and moments
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def _children(model: nn.Module) -> list[str]:
+    return [name for name, child in model.named_children() if any(True for _ in child.parameters())]
 
 
 def heads(model: nn.Module) -> list[str]:
     """Return the children with a classifier: those that timm names, or the last with weights."""
-    children = [name for name, child in model.named_children() if _has_weights(child)]
+    children = _children(model)
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
     classifiers = named if isinstance(named, tuple | list) else [named]
@@ -142,14 +138,12 @@ def _read(options: Model, init: str) -> dict[str, Tensor]:
     arch = options.arch
     if init == "timm":
         return timm_model(options).state_dict()
-    if init == "torchvision":
-        return _published(arch, "DEFAULT")
     if init.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 
         return eval_weights(fetch_model(init))
-    if re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
-        return _published(arch, init)
+    if init == "torchvision" or re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
+        return _published(arch, "DEFAULT" if init == "torchvision" else init)
     if not os.path.exists(init):
         names = ", ".join(pretrained_weights(arch)) or "none"
         remedy = (
@@ -187,32 +181,26 @@ def _published(arch: str, name: str) -> dict[str, Tensor]:
 def timm_model(options: Model) -> nn.Module:
     """Return timm's model with its published weights and its own number of classes.
 
-    The weights are a file of safetensors from huggingface_hub's cache, which fetches it once. timm
-    gets the tensors and not the name of a file, of which it might unpickle another kind.
+    huggingface_hub fetches them once, into its cache. timm gets the tensors and no name of a file,
+    of which it might unpickle another.
     """
-    builder, name = timm_builder(options.arch), options.arch.removeprefix("timm/")
-    import timm
-    from huggingface_hub import errors as hub
-    from huggingface_hub import hf_hub_download
+    make = timm_builder(options.arch)
+    from huggingface_hub import errors, hf_hub_download
     from safetensors.torch import load_file
+    from timm import get_pretrained_cfg
 
-    entry = timm.get_pretrained_cfg(name)
-    stated = f"the published weights of {options.arch}"
-    if not entry or not entry.hf_hub_id:
-        raise RequestError(f"the Hugging Face Hub does not have {stated}", "give another model.arch")
     try:
+        entry = get_pretrained_cfg(options.arch.removeprefix("timm/"), allow_unregistered=False)
+        if not entry.hf_hub_id:
+            raise ValueError("timm knows none in the Hugging Face Hub")
         tensors = load_file(hf_hub_download(entry.hf_hub_id, "model.safetensors"))
-    except hub.LocalEntryNotFoundError as error:  # no network, and not in the cache
-        remedy = "connect once, or put the file into huggingface_hub's cache (HF_HOME)"
-        raise TemporaryError(f"{stated} cannot be fetched ({one_line(error, 200)})", remedy) from None
-    except hub.HfHubHTTPError as error:
-        raise RequestError(f"{stated} are not published as safetensors ({one_line(error, 200)})") from None
-    except Exception as error:  # as torch, safetensors raises its own kinds for what is not its own
-        raise StorageError(f"{stated} cannot be read: {one_line(error, 200)}", "remove the file") from None
-    model: nn.Module = builder(
-        pretrained=True, pretrained_cfg_overlay={"state_dict": tensors}, **options.args
-    )
-    return model
+    except Exception as error:  # both raise a dozen kinds
+        is_away = isinstance(error, errors.LocalEntryNotFoundError)  # and not in the cache
+        problem = f"the published weights of {options.arch} cannot be read: {one_line(error, 200)}"
+        remedy = "connect once, or put model.safetensors into huggingface_hub's cache (HF_HOME)"
+        raise (TemporaryError if is_away else RequestError)(problem, remedy) from None
+    overlay = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors}}
+    return make(**overlay, **options.args)
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -35,13 +35,10 @@ _NAMES = {
 
 
 def rank(row: dict[str, Any], watch: str = "val/top1") -> tuple[float, float, int]:
-    """Return what the best evaluation has the highest of: top-1, then -loss, then -step.
-
-    With watch=val/loss: -loss, then top-1.
-    """
+    """Return what the best evaluation has the highest of: see `TrainState.add_evaluation`."""
     loss = row.get("loss")
     figures = float(row["top1"]), -(math.inf if loss is None else float(loss))
-    first, second = reversed(figures) if watch == "val/loss" else figures
+    first, second = figures[::-1] if watch == "val/loss" else figures
     return first, second, -int(row["step"])
 
 
