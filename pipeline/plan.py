@@ -80,6 +80,10 @@ class Schedule:
     log_every: int
     watch_every: int
     """0: never."""
+    unfreeze_step: int = 0
+    """The first step that trains all of the model, with model.freeze_until."""
+    patience: int = 0
+    """Evaluations without a better one after which the run ends; 0: it does not."""
 
     def epoch_at(self, step: int) -> int:
         """Return the epoch, from 0, of the update after `step`."""
@@ -158,6 +162,8 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     is_portable: bool
     portable_reason: str
     """Why the bits depend on the model of CPU, or do not; "" if the run is not deterministic."""
+    normalised: str = ""
+    """Mean and deviation of the colours, if they are not ImageNet's by default."""
 
     def image_size_at(self, step: int) -> int:
         return self.image_size_in(self.epoch_at(step))
@@ -170,9 +176,11 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
         """Return True if the update after `step` may compile the model.
 
-        That is the first update of a start, and each update with a new image size.
+        That is the first update of a start, each update with a new image size, and that of
+        model.freeze_until.
         """
-        return self.compiles and (is_first or self.image_size_at(step) != self.image_size_at(step - 1))
+        is_new = self.image_size_at(step) != self.image_size_at(step - 1) or step == self.unfreeze_step
+        return self.compiles and (is_first or is_new)
 
     @property
     def prefetch_bytes(self) -> int:
