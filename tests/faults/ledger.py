@@ -138,7 +138,7 @@ class _Ledger:
 
 def _report(results: list[dict[str, Any]]) -> str:
     table = [
-        "| row | injected | promised | promise kept | time (median) | test |",
+        "| row | injected | promised | kept | s | test |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, (injected, promised) in ROWS.items():
@@ -146,9 +146,9 @@ def _report(results: list[dict[str, Any]]) -> str:
         kept = [seconds for result in of_row if result["passed"] for seconds in result["faults"][name]]
         count = sum(len(result["faults"][name]) for result in of_row)
         known = [seconds for seconds in kept if seconds is not None]
-        time_taken = f"{statistics.median(known):.1f} s, longest {max(known):.1f} s" if known else ""
+        time_taken = f"{statistics.median(known):.1f}, {max(known):.1f}" if known else ""
         files = sorted({f"`{result['test'].partition('::')[0]}`" for result in of_row})
-        rate = f"{len(kept):,} of {count:,}" if count else "not run"
+        rate = f"{len(kept):,}/{count:,}" if count else "not run"
         table.append(f"| {name} | {injected} | {promised} | {rate} | {time_taken} | {'<br>'.join(files)} |")
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     dates = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
@@ -160,8 +160,8 @@ def _report(results: list[dict[str, Any]]) -> str:
         _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
         _wrap(
             "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures"
-            " equal those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until"
-            " training made a step again, or until all processes had ended."
+            " equal those of an undisturbed run. *Kept*: successes of attempts. *s*: median and longest time"
+            " until training made a step again, or until all processes had ended."
         ),
         "\n".join(table),
         *(["Promise not kept:", "\n".join(failed)] if failed else []),
