@@ -114,6 +114,12 @@ class Schedule:
     def saves_at(self, step: int) -> bool:
         return step > 0 and (step % self.checkpoint_every == 0 or step >= self.last_step)
 
+    def is_over(self, step: int, best: int) -> bool:
+        """Return True if `step` is the last. best: the step of the best evaluation until then."""
+        waited = step - max(best, self.warmup_steps, self.unfreeze_step)
+        is_out = self.patience > 0 and waited >= self.patience * self.evaluate_every
+        return step >= self.last_step or is_out
+
     def logs_at(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.last_step
 

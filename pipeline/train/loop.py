@@ -58,8 +58,8 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
             found = evaluate(trainer)  # None: asked to stop meanwhile, and the next start evaluates
             is_stopping = found is None
             is_best = found is not None and found.is_best
-        # both are due once an epoch by default, never at step 0
         is_over = state.is_over(plan)  # at the last step, or by train.patience
+        # both are due once an epoch by default, never at step 0
         is_due = is_stopping or is_best or is_over or plan.saves_at(state.step)
         if is_due and saved != (state.step, state.is_evaluated):
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
@@ -75,11 +75,9 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
                 listener.measured(state.step, spent)
         if is_over:
             assert state.evaluation is not None
-            if state.step < plan.last_step and state.best:
-                reason = (
-                    f"train.patience={plan.patience}: none is better than that of step {state.best.step:,}"
-                )
-                trainer.process.terminal.log(f"ends with the evaluation of step {state.step:,}, {reason}")
+            if state.step < plan.last_step:
+                reason = f"no better evaluation for train.patience={plan.patience}"
+                trainer.process.terminal.log(f"ends at step {state.step:,}: {reason}")
             return state.evaluation
 
         # the first pass with images of a size compiles the model: minutes that are no hang

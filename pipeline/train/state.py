@@ -88,23 +88,19 @@ class TrainState:
         Of equals the one with the lower loss is, then the earlier; never one with NaN logits. With
         train.watch=val/loss the loss comes first.
         """
+
+        def rank(found: Evaluation) -> tuple[int, int]:
+            return found.rank[::-1] if self.watch == "val/loss" else found.rank
+
         self.evaluation = evaluation
-        order = -1 if self.watch == "val/loss" else 1
-        if not evaluation.not_finite and (
-            self.best is None or evaluation.rank[::order] > self.best.rank[::order]
-        ):
+        if not evaluation.not_finite and (self.best is None or rank(evaluation) > rank(self.best)):
             self.best = evaluation
         return self.best is evaluation
 
     def is_over(self, plan: Plan) -> bool:
-        """Return True at the last step, or if train.patience ends the run at this evaluation.
-
-        It follows from the evaluations alone, which all processes and each checkpoint have.
-        """
+        """Return True if the training has ended: by its steps, or by train.patience."""
         best = self.best.step if self.best else 0
-        waited = self.step - max(best, plan.warmup_steps, plan.unfreeze_step)
-        is_out = plan.patience > 0 and waited >= plan.patience * plan.evaluate_every
-        return self.step >= plan.last_step or (self.is_evaluated and is_out)
+        return plan.is_over(self.step, best if self.is_evaluated else self.step)
 
     def forget_best(self) -> None:
         """Choose the best again from here on: the present model, if it is evaluated."""

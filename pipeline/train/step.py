@@ -62,9 +62,9 @@ class Step:
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
+        self._frozen.before_update(state.step)
         # if the loss was bad, a GPU leaves the update out: the host learns of it a step later
         state.loss_guard.skip_bad_update(state.optimizer, has_scaler=scaler.is_enabled())
-        self._frozen.before_update(state.step)
         if config.train.clip is not None:
             scaler.unscale_(state.optimizer)  # the norm is that of the true gradient
             state.strategy.clip_gradients(config.train.clip)

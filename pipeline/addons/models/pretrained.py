@@ -113,7 +113,7 @@ class FrozenUntil:
 
     def before_update(self, step: int) -> None:
         for parameter in self._parameters if step < self._until else ():
-            parameter.grad = None  # the optimizer leaves it out, also its decay and moments
+            parameter.grad = None  # the optimizer leaves it out, with its decay and moments
 
 
 def _children(model: nn.Module) -> list[str]:

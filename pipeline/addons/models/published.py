@@ -1,4 +1,4 @@
-"""What published weights were trained with: mean and deviation, side and crop.
+"""The input that published weights were trained with: mean and deviation, side and crop.
 
 `load` writes it into the configuration, so that a checkpoint is complete. timm and torchvision know
 it without the network, but import torch, which must not come before the variables of a portable
