@@ -113,8 +113,17 @@ Arguments = Annotated[
         {"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}
     ),
 ]
+
+
+def _check_columns(names: dict[str, Any]) -> dict[str, Any]:
+    if names.keys() - {"path", "image", "label", "split", "group"}:
+        raise ValueError("not a column of a table")
+    return names
+
+
 Columns = Annotated[
-    dict[Literal["path", "image", "label", "split", "group"], Text | list[Text]],
+    dict[str, Text | list[Text]],
+    AfterValidator(_check_columns),
     WithJsonSchema({"allowed": "a name for path, image, label, split or group; for label also a list"}),
 ]
 

@@ -183,7 +183,7 @@ class Index:
     label_sets: tuple[tuple[int, ...], ...] = ()
     """See `interface.Source.label_sets`."""
     table: str = ""
-    """Of a table: SHA-256 of its file and of how it is read; "" for class folders."""
+    """SHA-256 of a table and of how it is read; "" for class folders."""
     notes: tuple[str, ...] = ()
     """More about a table, for the plan."""
 

@@ -1,5 +1,6 @@
 """Tables in Parquet files: their cells as text, and images that are in the file itself."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,14 +9,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.addons.datasets.index import MISSING, SplitImages
-from pipeline.addons.datasets.table import Rows, Table
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError, one_line
 from pipeline.files import parse_json
 
 
-def rows(table: Table) -> Rows:
-    """Yield the rows of a table. Images in the file itself are named by their rows."""
+def rows(table: Any) -> Iterator[tuple[int, Sequence[str]]]:
+    """Yield the rows of a `table.Table`. Images in the file itself are named by their rows."""
     path, image = table.columns["path"], table.columns["image"][0]
     try:
         file = pq.ParquetFile(table.path)
@@ -36,7 +36,7 @@ def rows(table: Table) -> Rows:
     yield from enumerate(zip(*columns, strict=True), 2)
 
 
-def _texts(table: Table, name: str, data: pa.Table) -> list[str]:
+def _texts(table: Any, name: str, data: pa.Table) -> list[str]:
     """Return the cells of a column as text: of a class that Hugging Face numbers, its name."""
     cells, metadata = data[name].to_pylist(), (data.schema.metadata or {}).get(b"huggingface", b"{}")
     features = parse_json(metadata).get("info", {}).get("features", {})

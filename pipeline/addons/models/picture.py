@@ -6,12 +6,11 @@ modelled: it rounds the weights to 16 bits, and the pixels to bytes. The matrice
 as the crop, so only the picture's own sides are dynamic, and every runtime can multiply matrices.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from pipeline.addons.models.trained import ExportedModel
+from pipeline.config.sections import Model
 from pipeline.data.augment import MAX_ASPECT
 
 _MAX_WEIGHT, _MAX_PRECISION = 2**15 - 0.5, 22
@@ -20,8 +19,8 @@ _MAX_WEIGHT, _MAX_PRECISION = 2**15 - 0.5, 22
 class PictureModel(ExportedModel):
     """The model with resize, centre crop, normalisation and softmax."""
 
-    def __init__(self, model: nn.Module, geometry: tuple[int, int], *options: Any) -> None:
-        super().__init__(model, *options)
+    def __init__(self, model: nn.Module, geometry: tuple[int, int], options: Model) -> None:
+        super().__init__(model, options)
         self.size, self.resize = geometry
 
     def forward(self, picture: Tensor) -> Tensor:

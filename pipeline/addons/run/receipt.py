@@ -158,7 +158,8 @@ def best_checkpoint(target: str) -> Path:
     folder = RunFolder(Path(target))
     try:
         receipt = parse_json(folder.receipt.read_text(encoding="utf-8"))
-        rows, watch = receipt["evaluations"], receipt["config"]["train"].get("watch", "val/top1")
+        rows, options = receipt["evaluations"], receipt.get("config", {}).get("train", {})
+        watch = options.get("watch", "val/top1")
         evaluated = sorted((rank(row, watch) for row in rows if not row.get("not_finite")), reverse=True)
     except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
