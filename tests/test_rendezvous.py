@@ -5,7 +5,6 @@ The agents run on this machine. tests/faults/test_nodes.py has them in network n
 
 import json
 import random
-import re
 import shutil
 import signal
 import socket
