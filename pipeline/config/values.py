@@ -115,7 +115,7 @@ Arguments = Annotated[
 ]
 
 ClassWeights = Annotated[
-    Literal["none", "balanced", "sqrt"] | dict[str, Text],
+    Literal["none", "balanced", "sqrt"] | dict[str, Annotated[float, Field(gt=0, le=1e6)]],
     WithJsonSchema({"allowed": "none | balanced | sqrt | FILE"}),
 ]
 
