@@ -34,7 +34,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def rank(row: dict[str, Any], watch: str = "val/top1") -> tuple[float, float, int]:
+def rank(row: dict[str, Any], watch: str = "") -> tuple[float, float, int]:
     """Return what the best evaluation has the highest of: see `TrainState.add_evaluation`."""
     loss = row.get("loss")
     figures = float(row["top1"]), -(math.inf if loss is None else float(loss))
@@ -158,9 +158,9 @@ def best_checkpoint(target: str) -> Path:
     folder = RunFolder(Path(target))
     try:
         receipt = parse_json(folder.receipt.read_text(encoding="utf-8"))
-        rows, options = receipt["evaluations"], receipt.get("config", {}).get("train", {})
-        watch = options.get("watch", "val/top1")
-        evaluated = sorted((rank(row, watch) for row in rows if not row.get("not_finite")), reverse=True)
+        watch = receipt.get("config", {}).get("train", {}).get("watch", "")
+        rows = [row for row in receipt["evaluations"] if not row.get("not_finite")]
+        evaluated = sorted((rank(row, watch) for row in rows), reverse=True)
     except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
             f"--best cannot read {folder.receipt}", "give a run's folder, or a checkpoint without --best"
