@@ -84,6 +84,9 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = manifest.open_index(root, hold_out_of(config), cache, check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
     manifest.check_has_validation(index, _place(config))
+    if index.label_sets:
+        problem = f"{_place(config)} has images of several labels, which can be packed but not trained yet"
+        raise RequestError(problem, "give one label a picture")
     return source_from_index(_place(config), index, config)
 
 
