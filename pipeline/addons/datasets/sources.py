@@ -55,7 +55,18 @@ def _place(config: Config) -> str:
 
 def data_size(config: Config) -> DataSize:
     """Return the size of the data. The digits need not be made for it."""
-    return DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
+    if config.data.source == "digits":
+        return DIGITS_SIZE
+    source = open_source(config)
+    refuse_label_sets(source.index)
+    return source.size
+
+
+def refuse_label_sets(index: Index | None) -> None:
+    """Raise RequestError if images have several labels, which no loss and no metric takes yet."""
+    if index and index.label_sets:
+        problem = "the data has images of several labels, which can be packed but not yet trained"
+        raise RequestError(problem, "give one label a picture")
 
 
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
@@ -84,9 +95,6 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = manifest.open_index(root, hold_out_of(config), cache, check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
     manifest.check_has_validation(index, _place(config))
-    if index.label_sets:
-        problem = f"{_place(config)} has images of several labels, which can be packed but not trained yet"
-        raise RequestError(problem, "give one label a picture")
     return source_from_index(_place(config), index, config)
 
 

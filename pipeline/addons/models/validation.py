@@ -19,6 +19,7 @@ from pipeline.addons.datasets.sources import (
     open_pack,
     open_source,
     refuse_images_inside,
+    refuse_label_sets,
     source_from_index,
 )
 from pipeline.addons.datasets.table import Table
@@ -133,12 +134,10 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
 
 def _relabelled(config: Config, index: Index, classes: tuple[str, ...]) -> Index:
     """Return the validation images labelled as a model of `classes` counts."""
+    refuse_label_sets(index)
     _check_classes(config, index.classes, classes)
     known = {class_of(name): label for label, name in enumerate(classes)}
     labels = np.array([known[class_of(name)] for name in index.classes], np.int32)
-    if index.label_sets:  # each image keeps the number of its set
-        sets = tuple(tuple(sorted(labels[[*names]].tolist())) for names in index.label_sets)
-        return replace(index, classes=classes, label_sets=sets)
     return replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
 
 
