@@ -154,7 +154,7 @@ def plain_step(setup: Setup, batch: Batch, script: str = "") -> Callable[[], Non
         weight_decay=options.weight_decay, nesterov=options.nesterov,
     ) if script else make_optimizer(model, config)  # fmt: skip
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
+    images = Normalise(device, config.model)(batch.images)
     labels = batch.labels.to(device)
     sums = [0.0, 0.0, 0.0]
 

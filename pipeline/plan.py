@@ -80,6 +80,10 @@ class Schedule:
     log_every: int
     watch_every: int
     """0: never."""
+    unfreeze_step: int = 0
+    """The first step that trains all of the model, with model.freeze_until."""
+    patience: int = 0
+    """Evaluations without a better one after which the run ends; 0: it does not."""
 
     def epoch_at(self, step: int) -> int:
         """Return the epoch, from 0, of the update after `step`."""
@@ -109,6 +113,12 @@ class Schedule:
 
     def saves_at(self, step: int) -> bool:
         return step > 0 and (step % self.checkpoint_every == 0 or step >= self.last_step)
+
+    def is_over(self, step: int, best: int) -> bool:
+        """Return True if `step` is the last. best: the step of the best evaluation until then."""
+        waited = step - max(best, self.warmup_steps, self.unfreeze_step)
+        is_out = self.patience > 0 and waited >= self.patience * self.evaluate_every
+        return step >= self.last_step or is_out
 
     def logs_at(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.last_step
@@ -158,6 +168,8 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     is_portable: bool
     portable_reason: str
     """Why the bits depend on the model of CPU, or do not; "" if the run is not deterministic."""
+    normalised: str = ""
+    """Mean and deviation of the colours, if they are not ImageNet's by default."""
 
     def image_size_at(self, step: int) -> int:
         return self.image_size_in(self.epoch_at(step))
@@ -170,9 +182,11 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes, DataSize):
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
         """Return True if the update after `step` may compile the model.
 
-        That is the first update of a start, and each update with a new image size.
+        That is the first update of a start, each update with a new image size, and that of
+        model.freeze_until.
         """
-        return self.compiles and (is_first or self.image_size_at(step) != self.image_size_at(step - 1))
+        is_new = self.image_size_at(step) != self.image_size_at(step - 1) or step == self.unfreeze_step
+        return self.compiles and (is_first or is_new)
 
     @property
     def prefetch_bytes(self) -> int:

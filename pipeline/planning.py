@@ -36,6 +36,9 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         compile_reason=compile_reason,
         is_portable=is_portable,
         portable_reason=portable_reason,
+        normalised=f"{config.model.mean} and {config.model.std}, model.init={config.model.init}"
+        if config.model.mean
+        else "",
     )
     return replace(plan, not_resident=addon("datasets.resident_limits").why_not(config, plan, world))
 
@@ -150,6 +153,8 @@ def _schedule(config: Config, data: DataSize, passes: int) -> Schedule:
         checkpoint_every=max(1, steps(config.checkpoint.every)),
         log_every=max(1, steps(config.track.every)),
         watch_every=max(1, steps(config.run.watch)) if config.run.watch else 0,
+        unfreeze_step=max(1, steps(config.model.freeze_until)) if config.model.freeze_until else 0,
+        patience=config.train.patience or 0,
     )
 
 

@@ -31,6 +31,7 @@ from pipeline.addons.run.receipt import best_checkpoint, receipt_row
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
 from pipeline.config.load import load
+from pipeline.config.sections import Model
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
 from pipeline.record.checkpoint_contents import decode
@@ -170,7 +171,7 @@ def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:
     )
     config, _, source = prepare(digits, 1)
     pixels = EvalBatches(source.val, config)[0].images
-    inputs = Normalise(torch.device("cpu"), channels_last=False)(pixels)
+    inputs = Normalise(torch.device("cpu"), Model())(pixels)
     model = make_model()
     expected = ((model(inputs) + model(inputs.flip(-1))) / 2).softmax(1).amax(1)
     found = torch.from_numpy(flipped.predictions.confidence[: len(pixels)])

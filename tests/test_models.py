@@ -20,7 +20,7 @@ from pipeline.addons.models import pretrained
 from pipeline.addons.models.functions import meta_model
 from pipeline.addons.ops.model import check_model_builds, check_passes
 from pipeline.config.load import from_yaml, load
-from pipeline.config.sections import Model
+from pipeline.config.sections import Model, Optimizer
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
@@ -363,7 +363,7 @@ def test_an_argument_has_the_type_that_its_text_means_also_after_a_round_trip() 
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    decayed = {id(param) for param in parameter_groups(model, 0.1)[0]["params"]}
+    decayed = {id(param) for param in parameter_groups(model, Optimizer())[0]["params"]}
     return {name for name, param in model.named_parameters() if id(param) in decayed}
 
 

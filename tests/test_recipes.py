@@ -27,6 +27,8 @@ RUNS = {
     "resnet50-v2": (8, IMAGENET, 0.5),
     "vit-s16": (8, IMAGENET, 1e-3),
     "vit-l16": (16, IMAGENET, 0.5),
+    "finetune": (1, DataSize(10_000, 1_000, 20), 1.25e-5),
+    "finetune-cpu": (2, DataSize(1437, 360, 10), None),
 }
 """Each recipe -> number of processes, data, and the source's peak LR for the global batch."""
 
@@ -74,6 +76,7 @@ def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> Non
     assert counts == {
         "resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664, "vit_l_16": 304_326_632,
         "airbench94": 2_224_792, "airbench96": 13_224_344, "timm/resnetblur50d": 25_576_264,
+        "timm/convnext_tiny.in12k_ft_in1k": 28_589_128,
     }  # fmt: skip
 
 

@@ -21,6 +21,8 @@ from pipeline.lazy import addon
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_YAML_BYTES = 1 << 16
+PUBLISHED = ("timm", "torchvision")
+"""Values of model.init that mean the published weights of model.arch."""
 _AUTO = ("auto", "none", "null", "~")
 _BEFORE_0_3 = {"run.portable": "false", "data.split_by": "file", "data.orientation": "ignore"}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
@@ -39,7 +41,11 @@ def load(recipe: str, overrides: list[str]) -> Config:
     _apply(tree, overrides)
     _set_if_auto(tree, "run", "dir", f"runs/{tree['recipe']}")
     _set_if_auto(tree, "track", "experiment", os.environ.get("MLFLOW_EXPERIMENT_NAME"))
+    addon("models.class_weights").read_file(tree)
     config = _validate(tree)
+    if config.model.init in PUBLISHED:
+        _apply(tree, addon("models.published").settle(config, _keys(tree)))
+        config = _validate(tree)
     if config.run.resume == "auto":
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")

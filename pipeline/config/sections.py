@@ -13,6 +13,7 @@ from pipeline.config.values import (
     Absent,
     Arguments,
     BelowOne,
+    ClassWeights,
     Columns,
     Count,
     Duration,
@@ -169,14 +170,23 @@ class Model(Section):
     args: Arguments = {}
     """More keyword arguments of the model, such as model.args.drop_path_rate=0.1."""
     init: OrNone[Place] = None
-    """Initial weights: torchvision's pretrained weights by name (DEFAULT, IMAGENET1K_V2), a run's
-    folder or checkpoint, a state dict (.safetensors, .pt, .pth), or a model in MLflow
-    (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI or else in runs/mlflow.db). A head for another
-    number of classes is initialised randomly. none: random weights, from run.seed."""
+    """Initial weights: timm or torchvision, the published ones of model.arch; torchvision's by name
+    (IMAGENET1K_V2), a run's folder or checkpoint, a state dict (.safetensors, .pt, .pth), or a
+    model in MLflow (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI or else in runs/mlflow.db). A head
+    for another number of classes is initialised randomly. none: random weights, from run.seed."""
+    mean: OrNone[tuple[Fraction, Fraction, Fraction]] = None
+    """Mean of each colour, from 0 to 1. auto: that of the published weights, or ImageNet's."""
+    std: OrNone[tuple[PositiveFraction, PositiveFraction, PositiveFraction]] = None
+    """Standard deviation of each colour, as model.mean."""
     freeze: OrNone[Text] = None
     """Parts of the model that are not trained: backbone (all but the head), or module names
     separated by commas, such as conv1,bn1,layer1. Their batch-norm statistics do not change,
     either. none: train everything."""
+    freeze_until: OrNone[Interval] = None
+    """When the parts of model.freeze start to be trained, such as 2 epochs. none: never."""
+    teacher: OrNone[Place] = None
+    """Model whose logits the training imitates, too: a run's folder or checkpoint, models:/…, or
+    timm/NAME with its published weights. Its classes are those of the data, in the same order."""
     batchnorm: Literal["local", "average", "sync"] = "local"
     """Batch norm with several processes. local: each has its own running statistics, and those of
     rank 0 are evaluated and saved; average: the mean of all processes' statistics is evaluated and
@@ -229,6 +239,11 @@ class Optimizer(Section):
     rest. lamb and muon need timm and whole weights: parallel=ddp or dataparallel."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 0.1
     """Learning rate for a global batch of 256. The plan scales it by batch.global / 256."""
+    head_lr: OrNone[Annotated[float, Field(gt=0, le=1e6)]] = None
+    """Peak learning rate of the classifier for a global batch of 256. none: optimizer.lr."""
+    layer_decay: OrNone[PositiveFraction] = None
+    """Factor of the learning rate from each layer to the one before it, such as 0.75. Layers are
+    timm's groups, or else the members of a model's nn.Sequential. none: one learning rate."""
     momentum: BelowOne = 0.9
     """With optimizer.name=sgd or muon: momentum."""
     nesterov: bool = False
@@ -279,6 +294,18 @@ class Train(Section):
     """ce: cross-entropy; bce: one binary cross-entropy per class, as in "ResNet strikes back"."""
     label_smoothing: BelowOne = 0.0
     """Share of the target that is spread over all classes."""
+    class_weights: ClassWeights = "none"
+    """Weight of each class in the loss, which stays a mean over images. balanced: images / (classes
+    × images of the class); sqrt: its square root; FILE: JSON, YAML or CSV with class and weight."""
+    distill: Annotated[
+        tuple[Fraction, Annotated[float, Field(ge=0.1, le=100)]], Field(examples=[[0.5, 2]])
+    ] = (0.5, 2.0)
+    """With model.teacher: ALPHA, the share of the teacher's loss, and the TEMPERATURE of both."""
+    patience: OrNone[Annotated[int, Field(ge=1, le=1_000_000)]] = None
+    """End after this number of evaluations without a better one, counted from the end of the
+    warm-up or of model.freeze_until. Does not change the LR schedule. none: all epochs."""
+    watch: Literal["val/top1", "val/loss", "val/map"] = "val/top1"
+    """The figure by which the best evaluation is chosen; val/map with several labels a picture."""
     clip: OrNone[Annotated[float, Field(gt=0, le=1e9)]] = None
     """Largest norm of the whole gradient; a larger one is scaled down. none: do not clip."""
     ema: OrNone[Annotated[float, Field(gt=0, lt=1)]] = None

@@ -118,6 +118,11 @@ Columns = Annotated[
     WithJsonSchema({"allowed": "a name for path, image, label, split or group; for label also a list"}),
 ]
 
+ClassWeights = Annotated[
+    Literal["none", "balanced", "sqrt"] | dict[str, Text],
+    WithJsonSchema({"allowed": "none | balanced | sqrt | FILE"}),
+]
+
 
 def _allowed(words: str, **bounds: Any) -> Any:
     return Field(**bounds, json_schema_extra={"allowed": words})

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.config.sections import Train
+from pipeline.lazy import addon
 
 
 @dataclass(frozen=True)
@@ -19,31 +20,41 @@ class Targets:
     """[B] int64: the label of each image's mixing partner; None without mixup and cutmix."""
     own_share: Tensor | None = None
     """[B] float32 in 0..1: the weight of an image's own label; its partner's label has the rest."""
+    teacher: Tensor | None = None
+    """[B, classes]: the logits of model.teacher for the same pixels."""
 
 
-def classification_loss(logits: Tensor, targets: Targets, options: Train) -> Tensor:
+def classification_loss(
+    logits: Tensor, targets: Targets, options: Train, weights: Tensor | None = None
+) -> Tensor:
     """Return the mean loss of a pass, as a tensor of shape []. logits: [B, classes].
 
     Both kinds of loss are linear in the target, so the weighted mean of an image's losses against
     its own and its partner's label is its loss against the mixed target.
+
+    weights: [classes] float32, of train.class_weights. The mean is over the images, and not over
+    their weights, so that it does not depend on how a global batch is cut into passes.
     """
-    loss = _loss_per_image(logits, targets.labels, options)
+    loss = _loss_per_image(logits, targets.labels, options, weights)
     if targets.partners is not None and targets.own_share is not None:
-        partner_loss = _loss_per_image(logits, targets.partners, options)
+        partner_loss = _loss_per_image(logits, targets.partners, options, weights)
         loss = targets.own_share * loss + (1 - targets.own_share) * partner_loss
-    return loss.mean()
+    if targets.teacher is None:
+        return loss.mean()
+    return addon("models.teacher").distil(loss.mean(), logits, targets.teacher, options.distill)  # type: ignore[no-any-return]
 
 
-def _loss_per_image(logits: Tensor, labels: Tensor, options: Train) -> Tensor:
+def _loss_per_image(logits: Tensor, labels: Tensor, options: Train, weights: Tensor | None) -> Tensor:
     """Return the loss of each image, [B]. labels: [B] int64.
 
     ce: cross-entropy. bce: one binary cross-entropy per class, summed over the classes, as in
-    Wightman et al., "ResNet strikes back", 2021.
+    Wightman et al., "ResNet strikes back", 2021; with weights, for the positive targets.
     """
     smoothing = options.label_smoothing
     if options.loss == "ce":
-        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        return functional.cross_entropy(logits, labels, weights, reduction="none", label_smoothing=smoothing)
     classes = logits.shape[1]
     target = torch.full_like(logits, smoothing / classes)
     target.scatter_(1, labels[:, None], 1 - smoothing + smoothing / classes)
-    return functional.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
+    losses = functional.binary_cross_entropy_with_logits(logits, target, reduction="none", pos_weight=weights)
+    return losses.sum(1)

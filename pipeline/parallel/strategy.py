@@ -30,6 +30,10 @@ class Strategy:
         self._passes = plan.accumulate
         self._loss_divisor = plan.accumulate  # so that a step's gradient is that of its mean loss
         self._options = config.train
+        self.class_weights: Tensor | None = None
+        """[classes] float32: see train.class_weights."""
+        self.teacher: Any = None
+        """With model.teacher: `addons.models.teacher.Teacher`."""
         self.warms_up = plan.compiles
         """The first pass of a process differs from later ones, so it is discarded."""
         self._run_model = self._compiled(model, plan)
@@ -42,7 +46,7 @@ class Strategy:
         with self.gradient_sync(micro):
             with autocast(self.group.device, self._options.precision):
                 logits = self.forward(pixels)
-                loss = classification_loss(logits, targets, self._options)
+                loss = classification_loss(logits, targets, self._options, self.class_weights)
             scaled: Tensor = self.scaler.scale(loss / self._loss_divisor)
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), logits.detach()

@@ -58,11 +58,12 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
             found = evaluate(trainer)  # None: asked to stop meanwhile, and the next start evaluates
             is_stopping = found is None
             is_best = found is not None and found.is_best
+        is_over = state.is_over(plan)  # at the last step, or by train.patience
         # both are due once an epoch by default, never at step 0
-        is_due = is_stopping or is_best or plan.saves_at(state.step)
+        is_due = is_stopping or is_best or is_over or plan.saves_at(state.step)
         if is_due and saved != (state.step, state.is_evaluated):
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
-                save(trainer, is_last=is_stopping or state.step >= plan.last_step, is_stopping=is_stopping)
+                save(trainer, is_last=is_stopping or is_over, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
         if is_stopping:  # all processes are here, and the step is on the disk
@@ -72,8 +73,11 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
         if spent := metrics.end_of_epoch(state.step):
             for listener in trainer.records.listeners:
                 listener.measured(state.step, spent)
-        if state.step >= plan.last_step:
+        if is_over:
             assert state.evaluation is not None
+            if state.step < plan.last_step:
+                reason = f"no better evaluation for train.patience={plan.patience}"
+                trainer.process.terminal.log(f"ends at step {state.step:,}: {reason}")
             return state.evaluation
 
         # the first pass with images of a size compiles the model: minutes that are no hang

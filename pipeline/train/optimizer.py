@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.schema import Config
+from pipeline.config.sections import Optimizer
 from pipeline.errors import RequestError
 from pipeline.lazy import addon
 
@@ -16,7 +17,7 @@ from pipeline.lazy import addon
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """Return the optimizer. The learning rate is set before each update, from the plan."""
     options = config.optimizer
-    groups = parameter_groups(model, options.weight_decay)
+    groups = parameter_groups(model, options)
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
     if options.name in ("lamb", "muon"):
@@ -40,8 +41,10 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     return optimizer
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, options: Optimizer) -> list[dict[str, Any]]:
     """Return the weights, with weight decay, and the norms (ndim < 2) and biases, without.
+
+    With optimizer.layer_decay or head_lr such a pair for each `lr_scale`, the factor of the rate.
 
     A model may name more parameters without weight decay, or patterns of them, as timm's do
     (`no_weight_decay`). Raises RequestError if it gives anything else.
@@ -53,11 +56,19 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     if not is_collection or not all(isinstance(pattern, str) for pattern in patterns):
         problem = f"no_weight_decay of {type(model).__name__} gives a {type(patterns).__name__}"
         raise RequestError(problem, "give a set of parameters' names, as strings")
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    scales: dict[str, float] = {}
+    if options.layer_decay or options.head_lr:
+        scales = addon("models.layers").rate_scales(model, options)
+    pairs: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {} if scales else {1.0: ([], [])}
     for name, param in model.named_parameters():
         if param.requires_grad:
             is_named = any(fnmatchcase(name, pattern) for pattern in patterns)
             is_decayed = param.ndim >= 2 and not name.endswith("bias") and not is_named
+            decayed, others = pairs.setdefault(scales.get(name, 1.0), ([], []))
             (decayed if is_decayed else others).append(param)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = []
+    for scale, (decayed, others) in pairs.items():
+        scaled = {"lr_scale": scale} if scales else {}
+        groups.append({"params": decayed, "weight_decay": options.weight_decay, **scaled})
+        groups.append({"params": others, "weight_decay": 0.0, **scaled})
+    return groups

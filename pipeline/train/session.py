@@ -31,7 +31,6 @@ from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import Strategy
 from pipeline.record.checkpoint import copy_to_host
 from pipeline.record.failure import save_failure, saving_failure
-from pipeline.record.journal import final_status
 from pipeline.supervision import kill_frozen_peers, report_to_agent, stop_restarts
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process, Settled
@@ -80,17 +79,22 @@ def build_state(
     model = build(config.model, plan.num_classes).to(group.device)
     if config.model.init and not is_resumed:
         addon("models.pretrained").load_pretrained(model, weights, config.model, group, log)
-    if config.model.freeze:
+    if config.model.freeze and not plan.unfreeze_step:
         log(addon("models.pretrained").freeze(model, config.model.freeze))
+    teacher = None
+    if config.model.teacher:  # before the memory for passes is measured
+        teacher = addon("models.teacher").Teacher(config, job.source.classes, plan.image_sizes, group)
     if group.device.type == "cuda" and config.parallel == "ddp":
         watchdog.beat()
         plan = addon("models.memory").fit_passes(config, plan, group, model, log)
-    normalise = Normalise(group.device, channels_last=config.model.channels_last)
+    normalise = Normalise(group.device, config.model)
     if plan.compiles and config.train.compile == "auto":
         eager = Strategy(config, replace(plan, compiles=False), model, group)
         run_pass = partial(warm_up, eager, normalise, process.timer, plan)
         plan = addon("models.compilation").compile_if_it_repays(plan, group, model, run_pass, log)
     strategy = choose_strategy(config, plan, model, group)
+    strategy.teacher = teacher
+    strategy.class_weights = addon("models.class_weights").tensor(config, job.source, group.device)
     if group.size > 1 and strategy.is_replicated:
         strategy.on_gradients_computed(partial(process.timer.switch_to, "communication"))
     state = TrainState.build(strategy, make_loss_guard(strategy, process.timer, config.start_again), config)
@@ -164,7 +168,7 @@ def finish(trainer: Trainer, evaluation: Evaluation) -> str:
         group.shutdown()  # after the first exit a launcher kills the rest
     except RuntimeError as error:
         # rank 0 has recorded the end by now, whichever rank is lost meanwhile
-        is_recorded = group.is_main and final_status(job.folder.journal) == "FINISHED"
+        is_recorded = group.is_main and addon("run.journal").is_finished(job.folder)
         if not (is_recorded and is_peer_failure(error)):
             raise
         terminal.log("another process was lost after the last step: the run is finished all the same")
@@ -176,8 +180,8 @@ def finish(trainer: Trainer, evaluation: Evaluation) -> str:
 def _is_finished(job: Job, process: Process, state: TrainState) -> bool:
     """Return True, in all processes, if an earlier start finished this run and recorded it."""
     group, folder, log = process.group, job.folder, process.terminal.log
-    (is_unrecorded,) = group.any_rank(group.is_main and final_status(folder.journal) != "FINISHED")
-    if state.step < job.plan.last_step or not state.is_evaluated or is_unrecorded:
+    (is_unrecorded,) = group.any_rank(group.is_main and not addon("run.journal").is_finished(folder))
+    if not state.is_over(job.plan) or not state.is_evaluated or is_unrecorded:
         return False
     log(f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}")
     if group.is_main:  # the earlier start may have been killed before it wrote the receipt

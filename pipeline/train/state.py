@@ -17,6 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
 from pipeline.model.weights import load_weights
 from pipeline.parallel.strategy import Strategy
+from pipeline.plan import Plan
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
 from pipeline.train.optimizer import make_optimizer
 
@@ -38,6 +39,8 @@ class TrainState:
     evaluation: Evaluation | None = None
     """The last one made."""
     best: Evaluation | None = None
+    watch: str = "val/top1"
+    """See train.watch."""
     bad_images: dict[int, str] = field(default_factory=dict)
     """Sample id and reason of each training image found undecodable so far."""
 
@@ -46,7 +49,8 @@ class TrainState:
         """Return the state before the first step."""
         ema = strategy.make_ema() if config.train.ema is not None else None
         totals = torch.zeros(3, dtype=torch.int64, device=strategy.group.device)
-        return cls(strategy, loss_guard, make_optimizer(strategy.model, config), ema, totals)
+        optimizer = make_optimizer(strategy.model, config)
+        return cls(strategy, loss_guard, optimizer, ema, totals, watch=config.train.watch)
 
     @property
     def model(self) -> nn.Module:
@@ -81,12 +85,22 @@ class TrainState:
     def add_evaluation(self, evaluation: Evaluation) -> bool:
         """Keep an evaluation. Return True if it is the best so far.
 
-        Of equals the one with the lower loss is, then the earlier; never one with NaN logits.
+        Of equals the one with the lower loss is, then the earlier; never one with NaN logits. With
+        train.watch=val/loss the loss comes first.
         """
+
+        def rank(found: Evaluation) -> tuple[int, int]:
+            return found.rank[::-1] if self.watch == "val/loss" else found.rank
+
         self.evaluation = evaluation
-        if not evaluation.not_finite and (self.best is None or evaluation.rank > self.best.rank):
+        if not evaluation.not_finite and (self.best is None or rank(evaluation) > rank(self.best)):
             self.best = evaluation
         return self.best is evaluation
+
+    def is_over(self, plan: Plan) -> bool:
+        """Return True if the training has ended: by its steps, or by train.patience."""
+        best = self.best.step if self.best else 0
+        return plan.is_over(self.step, best if self.is_evaluated else self.step)
 
     def forget_best(self) -> None:
         """Choose the best again from here on: the present model, if it is evaluated."""
@@ -112,10 +126,13 @@ class TrainState:
             "evaluation": asdict(self.evaluation) if self.evaluation else None,
             "best": asdict(self.best) if self.best else None,
             "bad_images": dict(self.bad_images),
+            **(self.strategy.teacher.identity if self.strategy.teacher else {}),
         }
 
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
         """Load what `to_dict` returned. Rank 0 alone loads the totals, to be summed once."""
+        if self.strategy.teacher:
+            self.strategy.teacher.check(contents)
         states = self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")})
         load_weights(self.model, states["model"])
         if self.ema is not None:

@@ -6,6 +6,7 @@ pass of one process.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_partners
+from pipeline.lazy import addon
 from pipeline.model.ema import MovingAverage
 from pipeline.model.loss import Targets
 from pipeline.model.normalise import Normalise
@@ -28,10 +30,12 @@ class Step:
 
     def __init__(self, config: Config, plan: Plan, state: TrainState, timer: StepTimer) -> None:
         self._config, self._plan, self._state, self._timer = config, plan, state, timer
-        self.normalise = Normalise(state.strategy.group.device, channels_last=config.model.channels_last)
+        self.normalise = Normalise(state.strategy.group.device, config.model)
         self._average: MovingAverage | None = None
         if state.ema is not None and config.train.ema is not None:
             self._average = MovingAverage(state.ema, state.model, config.train.ema)
+        frozen_until = addon("models.pretrained").FrozenUntil
+        self._frozen = frozen_until(state.model, config.model.freeze, plan.unfreeze_step)
         self.used: list[Batch] = []
         """The batches of the current step, which an error names."""
 
@@ -39,6 +43,7 @@ class Step:
         """Run all passes of one step, and return their summed loss, [] on the device."""
         state, passes = self._state, self._plan.accumulate
         group = state.strategy.group
+        self._frozen.before_step(state.step)
         losses: list[Tensor] = []
         self.used = []
         for micro in range(passes):
@@ -57,6 +62,7 @@ class Step:
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
+        self._frozen.before_update(state.step)
         # if the loss was bad, a GPU leaves the update out: the host learns of it a step later
         state.loss_guard.skip_bad_update(state.optimizer, has_scaler=scaler.is_enabled())
         if config.train.clip is not None:
@@ -64,7 +70,7 @@ class Step:
             state.strategy.clip_gradients(config.train.clip)
         learning_rate = self._plan.learning_rate(state.step)  # of the step alone: no scheduler, no state
         for param_group in state.optimizer.param_groups:
-            param_group["lr"] = learning_rate
+            param_group["lr"] = learning_rate * param_group.get("lr_scale", 1.0)
         scaler.step(state.optimizer)  # optimizer.step(), unless fp16 gradients overflowed
         scaler.update()
         state.optimizer.zero_grad()
@@ -103,4 +109,6 @@ def run_pass(
         pixels = mix_images(pixels, batch.mix)
         own = own_label_weights(batch.mix, *pixels.shape[2:])
         targets = Targets(batch.labels, swap_partners(batch.labels), own)
+    if strategy.teacher:
+        targets = replace(targets, teacher=strategy.teacher(pixels))
     return strategy.forward_backward(micro, pixels, targets)

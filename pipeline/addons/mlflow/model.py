@@ -103,7 +103,7 @@ def export_model(contents: dict[str, Any], config: Config, destination: Path) ->
     from pipeline.addons.models.trained import ExportedModel, eval_model
 
     # in train mode the export would keep dropout and update batch norm's statistics
-    served = ExportedModel(eval_model(contents, config.model)).eval()
+    served = ExportedModel(eval_model(contents, config.model), config.model).eval()
     size, _ = evaluation_geometry(config.evaluate, config.augment)
     example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would fix the batch size
     with torch.inference_mode():

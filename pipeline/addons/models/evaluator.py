@@ -64,7 +64,7 @@ class Evaluator:
         # of a small set, the batches of the first evaluation serve the later ones
         self._kept: list[Batch] = []
         self._keeps = validation_bytes(config, len(images), group.size, group.device.type) > 0
-        self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
+        self._normalise = Normalise(group.device, config.model)
 
     def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:
         """Return the model's result, or None in all processes if one is asked to stop.

@@ -47,7 +47,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     contents = checkpoint_contents.read_model(source)
     trained, config = for_evaluation(contents["config"], str(source), overrides)
     pixels, description = _comparison_images(config, contents, trained, overrides)
-    served = ExportedModel(eval_model(contents, config.model)).eval()
+    served = ExportedModel(eval_model(contents, config.model), config.model).eval()
     with torch.inference_mode():
         expected = served(pixels)
     if not expected.isfinite().all():
@@ -136,7 +136,7 @@ def _write_safetensors(
     path.write_bytes(save(weights, metadata))  # save_file makes a file that only its owner can read
     loaded = build(config.model, len(contents["classes"]))
     load_weights(loaded, load(path.read_bytes()))
-    return ExportedModel(loaded).eval()
+    return ExportedModel(loaded, config.model).eval()
 
 
 _FORMATS: dict[str, tuple[str, tuple[str, ...], Callable[..., Predictor]]] = {

@@ -99,7 +99,7 @@ def try_pass(config: Config, plan: Plan, model: nn.Module, images: int) -> None:
     blank = torch.zeros((images, 3, plan.image_size, plan.image_size), dtype=torch.uint8)
     try:
         with autocast(device, config.train.precision):
-            logits = model(Normalise(device, channels_last=config.model.channels_last)(blank))
+            logits = model(Normalise(device, config.model)(blank))
         logits.float().sum().backward()
     finally:
         del held

@@ -86,7 +86,7 @@ def _classify(
     """Yield (image, defect or "", its most probable classes and their probabilities)."""
     config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), launcher.this_world()
     device = choose_device(config, here)
-    model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
+    model = ExportedModel(eval_model(contents, config.model), config.model).eval().to(device)
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name) for name in contents["classes"]]
     addon("datasets.images")  # before loader workers are forked

@@ -1,4 +1,4 @@
-"""First weights from torchvision, a file, a run or MLflow, with a head for the data's classes.
+"""First weights: of torchvision, timm, a file, a run or MLflow, with a head for the data's classes.
 
 Rank 0 reads them and sends them to all processes, so no other process needs the file or the
 network. The tensors whose shape does not fit are those of the head: it keeps its random weights,
@@ -20,6 +20,7 @@ import torchvision
 from torch import Tensor, nn
 
 from pipeline.addons.models.archive import check_archive
+from pipeline.addons.models.functions import timm_builder
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.addons.models.trained import eval_weights
 from pipeline.config.sections import Model
@@ -36,7 +37,7 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
     they cannot be fetched now.
     """
     assert options.init is not None
-    given, wanted = _read(options.arch, options.init), model.state_dict()
+    given, wanted = _read(options, options.init), model.state_dict()
     fitting = {
         name: given[name] for name in wanted if name in given and given[name].shape == wanted[name].shape
     }
@@ -68,46 +69,81 @@ def freeze(model: nn.Module, names: str) -> str:
 
     Raises RequestError for a module that the model does not have, or if nothing is left to train.
     """
-    modules = dict(model.named_modules())
-    chosen = [name.strip() for name in names.split(",")]
-    if names == "backbone":
-        children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
-        heads = _heads(model, children)
-        chosen = [name for name in children if name not in heads]
-        for parameter in model.parameters(recurse=False):  # a transformer's class token
-            parameter.requires_grad_(False)
-    for name in chosen:
-        if name not in modules or not name:
-            close = nearest(name, list(modules))
-            raise RequestError(f"model.freeze={names}: the model has no module {name!r}{close}")
-        modules[name].eval().requires_grad_(False)
+    modules, parameters = frozen_parts(model, names)
+    for module in modules.values():
+        module.eval()
+    for parameter in parameters:
+        parameter.requires_grad_(False)
     left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
         raise RequestError(f"model.freeze={names} leaves nothing to train", "do not freeze the head")
     total = sum(parameter.numel() for parameter in model.parameters())
-    return f"{', '.join(chosen)} frozen: {left:,} of {total:,} weights are trained"
+    return f"{', '.join(modules)} frozen: {left:,} of {total:,} weights are trained"
 
 
-def _heads(model: nn.Module, children: list[str]) -> list[str]:
-    """Return the children with a classifier: those that timm names, or the last child."""
+def frozen_parts(model: nn.Module, names: str) -> tuple[dict[str, nn.Module], list[nn.Parameter]]:
+    """Return the modules that `model.freeze` names, and all parameters that it freezes."""
+    modules = dict(model.named_modules())
+    chosen, parameters = [name.strip() for name in names.split(",")], []
+    if names == "backbone":
+        chosen = [name for name in _children(model) if name not in heads(model)]
+        parameters = [*model.parameters(recurse=False)]  # a transformer's class token
+    for name in chosen:
+        if name not in modules or not name:
+            close = nearest(name, list(modules))
+            raise RequestError(f"model.freeze={names}: the model has no module {name!r}{close}")
+        parameters += modules[name].parameters()
+    return {name: modules[name] for name in chosen}, parameters
+
+
+class FrozenUntil:
+    """Freezes the parts of `model.freeze` before a step, that of `model.freeze_until`.
+
+    Their gradients are exchanged from the start, and dropped: so neither DDP's buckets nor the
+    optimizer change at that step, and what is frozen depends on nothing but the step.
+    """
+
+    def __init__(self, model: nn.Module, names: str | None, until: int) -> None:
+        self._until = until
+        self._modules, self._parameters = frozen_parts(model, names or "") if until else ({}, [])
+
+    def before_step(self, step: int) -> None:
+        for module in self._modules.values() if step <= self._until else ():
+            module.train(step == self._until)  # in evaluation mode, running statistics stay
+
+    def before_update(self, step: int) -> None:
+        for parameter in self._parameters if step < self._until else ():
+            parameter.grad = None  # the optimizer leaves it out, with its decay and moments
+
+
+def _children(model: nn.Module) -> list[str]:
+    return [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+
+
+def heads(model: nn.Module) -> list[str]:
+    """Return the children with a classifier: those that timm names, or the last with weights."""
+    children = _children(model)
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
     classifiers = named if isinstance(named, tuple | list) else [named]
-    heads = [
+    found = [
         name
         for name in children
         if any(module in classifiers for module in model.get_submodule(name).modules())
     ]
-    return heads or children[-1:]
+    return found or children[-1:]
 
 
-def _read(arch: str, init: str) -> dict[str, Tensor]:
+def _read(options: Model, init: str) -> dict[str, Tensor]:
+    arch = options.arch
+    if init == "timm":
+        return timm_model(options).state_dict()
     if init.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 
         return eval_weights(fetch_model(init))
-    if re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
-        return _published(arch, init)
+    if init == "torchvision" or re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
+        return _published(arch, "DEFAULT" if init == "torchvision" else init)
     if not os.path.exists(init):
         names = ", ".join(pretrained_weights(arch)) or "none"
         remedy = (
@@ -140,6 +176,31 @@ def _published(arch: str, name: str) -> dict[str, Tensor]:
         problem = f"its file in torch's cache (TORCH_HOME) holds no weights ({one_line(error)})"
         raise StorageError(f"model.init={name}: {problem}", "remove it") from None
     return weights
+
+
+def timm_model(options: Model) -> nn.Module:
+    """Return timm's model with its published weights and its own number of classes.
+
+    huggingface_hub fetches them once, into its cache. timm gets the tensors and no name of a file,
+    of which it might unpickle another.
+    """
+    make = timm_builder(options.arch)
+    from huggingface_hub import errors, hf_hub_download
+    from safetensors.torch import load_file
+    from timm import get_pretrained_cfg
+
+    try:
+        entry = get_pretrained_cfg(options.arch.removeprefix("timm/"), allow_unregistered=False)
+        if not entry.hf_hub_id:
+            raise ValueError("timm knows none in the Hugging Face Hub")
+        tensors = load_file(hf_hub_download(entry.hf_hub_id, "model.safetensors"))
+    except Exception as error:  # both raise a dozen kinds
+        is_away = isinstance(error, errors.LocalEntryNotFoundError)  # and not in the cache
+        problem = f"the published weights of {options.arch} cannot be read: {one_line(error, 200)}"
+        remedy = "connect once, or put model.safetensors into huggingface_hub's cache (HF_HOME)"
+        raise (TemporaryError if is_away else RequestError)(problem, remedy) from None
+    overlay = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors}}
+    return make(**overlay, **options.args)
 
 
 def _read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -24,8 +24,9 @@ def make_lamb(groups: list[dict[str, Any]], options: Optimizer) -> Any:
 
 
 def make_muon(groups: list[dict[str, Any]], options: Optimizer) -> Any:
-    """Return Muon for the first group, the weights, and AdamW for the second."""
-    groups[1]["use_fallback"] = True
+    """Return Muon for the first group of each pair, the weights, and AdamW for the second."""
+    for group in groups[1::2]:
+        group["use_fallback"] = True
     momentum = {"momentum": options.momentum, "nesterov": options.nesterov}
     return _timm("muon")(groups, lr=options.lr, betas=options.betas, **momentum)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipeline.config.sections import Model
 from pipeline.errors import StorageError, one_line
 from pipeline.model.architectures import build
-from pipeline.model.normalise import MEAN, STD
+from pipeline.model.normalise import mean_and_std
 from pipeline.model.weights import load_weights
 
 
@@ -38,13 +38,14 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
 class ExportedModel(nn.Module):
     """The model with normalisation and softmax."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, options: Model) -> None:
         super().__init__()
         self.model = model
         self.mean: Tensor
         self.std: Tensor
-        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1))
-        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1))
+        mean, std = mean_and_std(options)
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return probabilities [B, classes]. pixels: [B, 3, H, W] float32 in 0..255."""

@@ -92,6 +92,8 @@ def _plan_differences(old: Run, new: Run, start: int, last_step: int) -> Iterato
     now = new.receipt["plan"]
     end = min(old.config().train.max_steps or now["total_steps"], now["total_steps"])
     names = [name for name in now if name not in _DESCRIBES_MACHINE]
+    # a receipt of before has no field for what it did not have
+    names = [name for name in names if name in old.receipt["plan"] or now[name]]
     yield from _differences(
         old.receipt["plan"], now | {"last_step": end}, [*names, "last_step"], "the plan's "
     )

@@ -137,7 +137,8 @@ def _check_node(
 ) -> None:
     """Check the other nodes' names, and the tracker, which may still start."""
     end = last_event(run_folder.journal)
-    is_finished = plan and end.get("status") == "FINISHED" and end["step"] >= plan.last_step
+    best = (end.get("best") or {"step": end.get("step")})["step"]
+    is_finished = plan and end.get("status") == "FINISHED" and plan.is_over(end["step"], best)
     done_line = end["line"] if is_finished and not findings.error else ""
     endpoint = os.environ.get("PET_RDZV_ENDPOINT")
     if here.size > here.local_size and endpoint and not done_line:

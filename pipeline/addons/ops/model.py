@@ -39,7 +39,7 @@ def check_model_builds(
     check_optimizer_exists(config)
     options, arch = config.model, config.model.arch
     model, logits = check_passes(options, plan.num_classes, plan.bn_batch, plan.image_sizes, plan.eval_size)
-    parameter_groups(model, config.optimizer.weight_decay)
+    parameter_groups(model, config.optimizer)
     if config.is_deterministic_on_gpus and here.uses_gpu(config.run.device):
         _check_gradients_are_deterministic(arch, logits)
     if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
@@ -57,7 +57,9 @@ def check_model_exists(options: Model, num_classes: int) -> nn.Module:
 
 
 def _freeze(model: nn.Module, options: Model) -> nn.Module:
-    if options.freeze:
+    if options.freeze_until:
+        pretrained.frozen_parts(model, options.freeze or "")
+    elif options.freeze:
         pretrained.freeze(model, options.freeze)
     return model
 

@@ -50,10 +50,13 @@ def _rows(plan: Plan) -> dict[str, str]:
         "portable": ("yes: " if plan.is_portable else "no: ") + plan.portable_reason
         if plan.portable_reason
         else "",
+        "normalised": f"mean and deviation {plan.normalised}" if plan.normalised else "",
+        "frozen": f"parts of the model, for {plan.unfreeze_step:,} steps" if plan.unfreeze_step else "",
         "learning rate": f"{plan.peak_lr:.6g} = {plan.peak_lr * 256 / plan.global_batch:.6g} ×"
         f" {plan.global_batch} / 256 (optimizer.lr is for 256 images), {plan.schedule}{warmup}",
         "validation": f"every {plan.evaluate_every:,} steps, {math.ceil(plan.val_images / plan.eval_batch):,}"
         f" batches of {plan.eval_batch}, each image once",
+        "patience": f"ends after {plan.patience} evaluations without a better one" if plan.patience else "",
         "checkpoint": f"every {plan.checkpoint_every:,} steps",
     }
 

@@ -74,6 +74,7 @@ def _repetition_config(run: Run, repeated: Path) -> Config:
     config = run.config([*words.split(), *places])
     check_place_is_trusted("data.root", config.data.root)
     check_place_is_trusted("model.init", config.model.init)
+    check_place_is_trusted("model.teacher", config.model.teacher)
     check_is_trusted(config.model.arch)  # `pipeline train` trusts what is in its recipe
     if config.data.source == "digits" and not os.path.exists(sources.data_root(config)):
         config = config.replacing("data", root=None)

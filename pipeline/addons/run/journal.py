@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.errors import BadImage
 from pipeline.record.checkpoint_files import checkpoint_of_step
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, JsonLines, events, read
+from pipeline.record.journal import Journal, JsonLines, events, final_status, read
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Start, Update
@@ -78,6 +78,11 @@ class ToJournal(Listener):
             self._event("mirror failed", reason=self._mirror.failures.pop(0))
         while self._mirror and self._mirror.uploaded:
             self._event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Return True if the run's last start finished it and recorded that."""
+    return final_status(folder.journal) == "FINISHED"
 
 
 class ToTrace(Listener):

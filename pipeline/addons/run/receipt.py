@@ -34,10 +34,12 @@ _NAMES = {
 }  # fmt: skip
 
 
-def rank(row: dict[str, Any]) -> tuple[float, float, int]:
-    """Return what the best evaluation has the highest of: top-1, then -loss, then -step."""
+def rank(row: dict[str, Any], watch: str = "val/top1") -> tuple[float, float, int]:
+    """Return what the best evaluation has the highest of: see `TrainState.add_evaluation`."""
     loss = row.get("loss")
-    return float(row["top1"]), -(math.inf if loss is None else float(loss)), -int(row["step"])
+    figures = float(row["top1"]), -(math.inf if loss is None else float(loss))
+    first, second = figures[::-1] if watch == "val/loss" else figures
+    return first, second, -int(row["step"])
 
 
 class Receipt:
@@ -155,8 +157,9 @@ def best_checkpoint(target: str) -> Path:
     """
     folder = RunFolder(Path(target))
     try:
-        rows = parse_json(folder.receipt.read_text(encoding="utf-8"))["evaluations"]
-        evaluated = sorted((rank(row) for row in rows if not row.get("not_finite")), reverse=True)
+        receipt = parse_json(folder.receipt.read_text(encoding="utf-8"))
+        rows, watch = receipt["evaluations"], receipt["config"]["train"].get("watch", "val/top1")
+        evaluated = sorted((rank(row, watch) for row in rows if not row.get("not_finite")), reverse=True)
     except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
             f"--best cannot read {folder.receipt}", "give a run's folder, or a checkpoint without --best"

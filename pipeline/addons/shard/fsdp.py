@@ -37,6 +37,7 @@ class FSDPStrategy(Strategy):
         super().__init__(config, plan, model, group)
         if config.model.channels_last:
             model.to(memory_format=torch.contiguous_format)  # torch 2.14 shards no other weights
+        self._optimizer = config.optimizer
         # torch cannot copy a sharded model
         self._ema = make_ema(model) if config.train.ema is not None else None
         mesh = _make_mesh(config, plan, group)
@@ -83,7 +84,11 @@ class FSDPStrategy(Strategy):
 
     def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
         weights = self.model.state_dict()
-        parameters = [parameter for group in parameter_groups(self.model, 0) for parameter in group["params"]]
+        parameters = [
+            parameter
+            for group in parameter_groups(self.model, self._optimizer)
+            for parameter in group["params"]
+        ]
         moments = {
             number: {name: _shard(value, parameters[number]) for name, value in saved.items()}
             for number, saved in states["optimizer"]["state"].items()

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.schema import Config
+from pipeline.config.sections import Optimizer
 from pipeline.group import Group, flatten, split_like
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.weights import map_tensors, replace_tensors
@@ -71,7 +72,7 @@ class StagesStrategy(Strategy):
         if micro == self._passes - 1 and self._copies > 1:
             self._average_gradients()
         with torch.no_grad(), self._autocast():
-            return classification_loss(logits, targets, self._options), logits
+            return classification_loss(logits, targets, self._options, self.class_weights), logits
 
     def clip_gradients(self, max_norm: float) -> None:
         square = torch.nn.utils.get_total_norm(self._gradients()).square()
@@ -153,7 +154,8 @@ class StagesStrategy(Strategy):
         assert self._targets is not None
         targets = _map_targets(self._targets, lambda tensor: tensor[rows])
         with self._autocast():
-            return classification_loss(logits, targets, self._options) / self._loss_parts
+            loss = classification_loss(logits, targets, self._options, self.class_weights)
+        return loss / self._loss_parts
 
     def _average_gradients(self) -> None:
         gradients = self._gradients()
@@ -168,13 +170,17 @@ class StagesStrategy(Strategy):
 
 
 def _map_targets(targets: Targets, change: Callable[[Tensor], Tensor]) -> Targets:
-    parts = (targets.labels, targets.partners, targets.own_share)
+    parts = (targets.labels, targets.partners, targets.own_share, targets.teacher)
     return Targets(*(part if part is None else change(part) for part in parts))  # type: ignore[arg-type]
 
 
 def _optimizer_names(model: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for group in parameter_groups(model, 0) for parameter in group["params"]]
+    return [
+        names[id(parameter)]
+        for group in parameter_groups(model, Optimizer())
+        for parameter in group["params"]
+    ]
 
 
 def _renumber(optimizer: dict[str, Any], numbers: dict[int, int]) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Weights of the classes in the loss: `train.class_weights`.
+
+`load` replaces the name of a file by its weights, so a checkpoint and a resume need no file, and
+other weights are another configuration. torch is imported where it is used.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.addons.datasets.names import class_of
+from pipeline.config.load import MAX_YAML_BYTES, parse_yaml, read_limited
+from pipeline.config.schema import Config
+from pipeline.data.interface import Source
+from pipeline.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_WEIGHT = 1e6
+
+
+def read_file(tree: dict[str, Any]) -> None:
+    """Replace the name of a file in the tree of a recipe by the weights in it: YAML, or JSON."""
+    section = tree.get("train")
+    name = section.get("class_weights") if isinstance(section, dict) else None
+    if isinstance(name, str) and name not in ("none", "balanced", "sqrt"):
+        try:
+            text = read_limited(Path(name).expanduser(), MAX_YAML_BYTES).decode("utf-8-sig")
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = (
+                f"train.class_weights={name} cannot be read: {getattr(error, 'strerror', None) or error}"
+            )
+            raise RequestError(problem, "give none | balanced | sqrt | FILE with 'class: weight'") from None
+        tree["train"] = {**tree["train"], "class_weights": parse_yaml(text, name)}
+
+
+def check(config: Config, source: Source) -> None:
+    """Raise RequestError for a class without a weight, a weight without a class, or a wrong one."""
+    if config.train.watch == "val/map" and not source.label_sets:
+        raise RequestError("train.watch=val/map needs several labels a picture", "give val/top1 or val/loss")
+    given, classes = config.train.class_weights, {class_of(name) for name in source.classes}
+    weights = {class_of(name): text for name, text in given.items()} if isinstance(given, dict) else {}
+    for name in sorted(weights.keys() | classes) if weights else ():
+        problem = "is no class of the data" if name not in classes else "has no weight"
+        if name in weights and name in classes:
+            with suppress(ValueError):
+                if 0 < float(weights[name]) <= _MAX_WEIGHT:
+                    continue
+            problem = f"has the weight {weights[name][:40]!r}"
+        remedy = f"give each class of the data a number above 0 and up to {_MAX_WEIGHT:g}"
+        raise RequestError(f"train.class_weights: '{name}' {problem}", remedy)
+
+
+def tensor(config: Config, source: Source, device: "torch.device") -> "torch.Tensor | None":
+    """Return the weight of each class, [classes] float32 on the device, or None without weights.
+
+    balanced is scikit-learn's, images / (classes × images of the class), of classes with images.
+    """
+    import torch
+
+    given, classes = config.train.class_weights, len(source.classes)
+    if given == "none":
+        return None
+    if isinstance(given, dict):
+        by_name = {class_of(name): float(weight) for name, weight in given.items()}
+        return torch.tensor([by_name[class_of(name)] for name in source.classes], device=device)
+    counts = np.bincount(source.train.labels, minlength=classes)
+    weights = counts.sum() / (np.count_nonzero(counts) * counts.clip(1))
+    weights[counts == 0] = 1
+    return torch.tensor(np.sqrt(weights) if given == "sqrt" else weights, dtype=torch.float32, device=device)

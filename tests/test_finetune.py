@@ -1,0 +1,311 @@
+"""Fine-tuning: weights of classes, published weights, rates by layer, patience, a teacher."""
+
+import pickle
+import random
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from harness import SMALL, Job, kill, quick
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from sklearn.utils.class_weight import compute_class_weight
+from timm.data import ImageNetInfo
+from timm.optim import param_groups_layer_decay
+from torch.nn import functional
+from torchvision import models
+
+from pipeline.addons.models import class_weights, pretrained, teacher
+from pipeline.addons.models.layers import rate_scales
+from pipeline.addons.models.trained import weights_digest
+from pipeline.addons.ops.plan_table import table
+from pipeline.addons.run.receipt import best_checkpoint
+from pipeline.config.load import from_yaml, load
+from pipeline.config.sections import Model, Optimizer, Train
+from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.group import Group
+from pipeline.model.architectures import build
+from pipeline.model.loss import Targets, classification_loss
+from pipeline.model.normalise import Normalise
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
+from pipeline.record.checkpoint_contents import decode
+from pipeline.record.checkpoint_files import read_verified
+from pipeline.train.optimizer import parameter_groups
+from pipeline.world import World
+
+DIGITS = DataSize(1437, 360, 10)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """Train a small model for a few steps, for others to begin with and to learn from."""
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=6"]
+    run = Job(tmp_path_factory.mktemp("first") / "run", words)
+    assert run.run_in_forks().code == 0
+    return run.folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    """Lay out huggingface_hub's cache by hand, with the weights of a small ViT, and no network."""
+    model = timm.create_model("test_vit")
+    folder = tmp_path / "hub/models--timm--test_vit.r160_in1k"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs/main").write_text("0" * 40)
+    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    save_file(model.state_dict(), folder / "snapshots" / ("0" * 40) / "model.safetensors")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return model
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_with_class_weights_is_torchs_with_a_mean_over_images(smoothing: float) -> None:
+    logits, labels = torch.randn(12, 5), torch.arange(12) % 5
+    weights = torch.tensor([0.5, 1, 2, 4, 8])
+    options = Train(label_smoothing=smoothing)
+    loss = classification_loss(logits, Targets(labels), options, weights)
+    summed = functional.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=smoothing)
+    torch.testing.assert_close(loss, summed / 12)
+    halves = [classification_loss(logits[i::2], Targets(labels[i::2]), options, weights) for i in (0, 1)]
+    torch.testing.assert_close(torch.stack(halves).mean(), loss, msg="depends on the passes")
+    partners, share = labels.flip(0), torch.rand(12)
+    mixed = classification_loss(logits, Targets(labels, partners, share), options, weights)
+    parts = [
+        (share * weights[labels] * functional.cross_entropy(logits, labels, reduction="none")),
+        ((1 - share) * weights[partners] * functional.cross_entropy(logits, partners, reduction="none")),
+    ]
+    if not smoothing:
+        torch.testing.assert_close(mixed, sum(parts).mean())  # type: ignore[union-attr]
+    bce = classification_loss(logits, Targets(labels), Train(loss="bce"), weights)
+    target = functional.one_hot(labels, 5).float()
+    expected = functional.binary_cross_entropy_with_logits(
+        logits, target, pos_weight=weights, reduction="sum"
+    )
+    torch.testing.assert_close(bce, expected / 12)
+
+
+def test_balanced_weights_are_scikit_learns_and_a_file_names_each_class(tmp_path: Path) -> None:
+    labels = torch.tensor([0] * 7 + [1] * 2 + [3]).numpy()
+    source: Any = SimpleNamespace(
+        classes=("a", "b", "none", "d"), train=SimpleNamespace(labels=labels), label_sets=()
+    )
+    balanced, root = (
+        class_weights.tensor(load("digits", [f"train.class_weights={word}"]), source, torch.device("cpu"))
+        for word in ("balanced", "sqrt")
+    )
+    expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)
+    assert balanced is not None
+    assert root is not None
+    assert balanced[[0, 1, 3]].tolist() == pytest.approx(expected)
+    assert balanced[2] == 1
+    torch.testing.assert_close(root, balanced.sqrt())
+    for name, text in (
+        ("w.yaml", "a: 1\nb: 2.5\nnone: 1\nd: 8"),
+        ("w.json", '{"a": 1, "b": 2.5, "none": 1, "d": 8}'),
+    ):
+        (tmp_path / name).write_text(text)
+        config = load("digits", [f"train.class_weights={tmp_path / name}"])
+        config = from_yaml(config.to_yaml(), "the checkpoint")  # which needs no file
+        class_weights.check(config, source)
+        found = class_weights.tensor(config, source, torch.device("cpu"))
+        assert found is not None
+        assert found.tolist() == [1, 2.5, 1, 8]
+
+
+FINE_TUNING = (
+    "model.freeze=backbone", "model.freeze_until=6 steps", "train.class_weights=balanced",
+    "train.distill=[0.5,2]", "train.patience=2", "train.watch=val/loss", "optimizer.layer_decay=0.9",
+    "optimizer.head_lr=1", "augment.mixup=0.2", "schedule.warmup=2 steps", "evaluate.every=3 steps",
+    "checkpoint.every=3 steps", "checkpoint.keep=20", "train.ema=0.5", "train.max_steps=60",
+    "run.exact=true", "run.deterministic=false", "exact.shards=4", "data.workers=1", "optimizer.lr=2",
+)  # fmt: skip
+
+
+def fine_tune(folder: Path, digits: Path, first: Path, world: int) -> Job:
+    words = ["digits", f"data.root={digits}", *SMALL, *FINE_TUNING]
+    return Job(folder, [*words, f"model.init={first}", f"model.teacher={first}"], nproc=world)
+
+
+def weights_at(run: Path, step: int) -> dict[str, torch.Tensor]:
+    path = next((run / "checkpoints").glob(f"step-{step:08}.*.pt"))
+    found: dict[str, torch.Tensor] = decode(read_verified(path), path)["model"]
+    return found
+
+
+def test_a_fine_tuning_that_ends_early_is_the_same_at_any_number_of_processes_and_when_killed(
+    tmp_path: Path, digits: Path, first: Path
+) -> None:
+    alone = fine_tune(tmp_path / "alone", digits, first, 1)
+    expected = alone.run_in_forks()
+    step = int(expected.done["step"])
+    assert 12 <= step < 60, "not before the warm-up and the frozen steps have ended"
+    assert "no better evaluation for train.patience=2" in expected.err
+    losses = {at: loss for at, _, loss in alone.journal("val/loss")}
+    best = min(losses, key=lambda at: losses[at])
+    assert best_checkpoint(str(alone.folder)).name.startswith(f"step-{best:08}"), losses
+    before = weights_at(first, 6)
+    for at, changed in ((6, {"fc.weight", "fc.bias"}), (9, {*before})):
+        found = weights_at(alone.folder, at)
+        assert {name for name in before if not torch.equal(before[name], found[name])} == changed
+
+    for world in (2, 4):
+        assert fine_tune(tmp_path / f"world-{world}", digits, first, world).run_in_forks().out == expected.out
+    killed = fine_tune(tmp_path / "killed", digits, first, 2)
+    for at in sorted(random.Random(39).sample(range(1, step), 2)):
+        killed.start().wait_for_step(at)
+        for rank in killed.ranks():
+            kill(rank, signal.SIGKILL)
+        killed.wait_gone(5)
+        killed.nproc = 3 - killed.nproc
+    resumed = killed.run_in_forks()
+    assert resumed.out == expected.out
+    assert killed.trace() == alone.trace()
+    again = killed.run_in_forks()
+    assert (again.code, again.out) == (0, expected.out)
+    assert "already finished" in again.err
+
+    assert decode(read_verified(killed.checkpoints()[-1]), "")["teacher"] == weights_digest(before)
+    for word, line in (
+        ("train.patience=3", "train.patience: 2 -> 3"),
+        ("model.freeze_until=9 steps", "model.freeze_until: 6 steps -> 9 steps"),
+    ):
+        refused = quick("train", *killed.arguments, word, f"run.dir={killed.folder}")
+        assert refused.code == 2
+        assert line in refused.error
+    shutil.copytree(alone.folder / "checkpoints", first / "checkpoints", dirs_exist_ok=True)
+    refused = killed.run_in_forks()
+    assert refused.code == 2
+    assert "other weights than the teacher that the run was started with" in refused.error
+
+
+def test_published_weights_come_from_the_hubs_cache_and_say_what_they_were_trained_with(
+    hub: torch.nn.Module,
+) -> None:
+    words = ["data.source=synthetic", "model.arch=timm/test_vit", "model.init=timm"]
+    config = load("digits", words)
+    assert config.model.mean == config.model.std == (0.5, 0.5, 0.5)
+    assert (config.augment.size, config.evaluate.resize) == (32, 32), "as the recipe says"
+    plan = make_plan(config, World(), DIGITS)
+    assert "mean and deviation (0.5, 0.5, 0.5) and (0.5, 0.5, 0.5), model.init=timm" in table(plan)
+    black = Normalise(torch.device("cpu"), config.model)(torch.zeros((1, 3, 1, 1), dtype=torch.uint8))
+    assert black.flatten().tolist() == [-1, -1, -1]
+    own = load("resnet50-90", [*words[1:], "model.mean=[0.1,0.2,0.3]", "augment.size=120"])
+    assert own.model.mean == (0.1, 0.2, 0.3)
+    assert own.evaluate.resize == 256, "as the recipe says"
+    found = load("vit-s16", ["model.arch=resnet50", "model.init=torchvision", "augment.size=112"])
+    assert (found.augment.size, found.evaluate.resize, found.model.mean) == (112, 256, (0.485, 0.456, 0.406))
+
+    options = Model(arch="timm/test_vit", init="timm")
+    for args, size in (({}, 101), ({"img_size": 32}, 5)):
+        given = options.model_copy(update={"args": args})
+        weights = pretrained.read(given, build(given, 10))
+        assert weights["pos_embed"].shape[1] == size
+        assert {"head.weight", "head.bias"} == {*hub.state_dict()} - {*weights}
+        assert torch.equal(weights["norm.weight"], hub.state_dict()["norm.weight"])
+    for arch, kind, line in (
+        ("timm/test_resnet", TemporaryError, "HF_HOME"),  # offline, and not in the cache
+        ("timm/test_mambaout", RequestError, "timm knows none"),
+    ):
+        with pytest.raises(kind, match=line):
+            pretrained.read(Model(arch=arch, init="timm"), hub)
+    path = next(Path(constants.HF_HUB_CACHE).rglob("model.safetensors"))
+    path.write_bytes(pickle.dumps(print))
+    with pytest.raises(RequestError, match="cannot be read"):
+        pretrained.read(options, hub)
+
+
+def test_a_teacher_sees_its_own_normalisation_and_must_have_the_classes_of_the_data(
+    hub: torch.nn.Module, first: Path
+) -> None:
+    names = ImageNetInfo().label_names()
+    config = load("digits", ["model.teacher=timm/test_vit"])
+    group = Group(World(), torch.device("cpu"))
+    found = teacher.Teacher(config, tuple(names), [160], group)
+    pixels = torch.randint(256, (2, 3, 160, 160), dtype=torch.uint8)
+    logits = found(Normalise(group.device, config.model)(pixels))
+    with torch.no_grad():
+        expected = hub.eval()((pixels / 255 - 0.5) / 0.5)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    for given, classes, line in (
+        ("timm/test_vit", names[1:], "has the class 'n01440764' where the data has 'n01443537'"),
+        ("timm/test_vit", names[:-1], "has the class 'n15075141' where the data has 'missing'"),
+        (str(first), [*"0123456789"][::-1], "has the class '0' where the data has '9'"),
+        (str(first / "nowhere"), names, "nowhere does not exist"),
+    ):
+        with pytest.raises(RunError, match=line):
+            teacher.Teacher(load("digits", [f"model.teacher={given}"]), tuple(classes), [160], group)
+    with pytest.raises(RequestError, match=r"cannot take the images .*augment.size"):
+        teacher.Teacher(config, tuple(names), [8], group)
+
+    student, target = torch.randn(4, 3), torch.randn(4, 3)
+    loss = teacher.distil(torch.tensor(2.0), student, target, (0.25, 3.0))
+    soft = (target / 3).softmax(1)
+    divergence = (soft * (soft.log() - (student / 3).log_softmax(1))).sum() / 4
+    torch.testing.assert_close(loss, 0.75 * torch.tensor(2.0) + 0.25 * 9 * divergence)
+
+
+def rates(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {
+        names[id(param)]: (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for param in group["params"]
+    }
+
+
+def test_each_layer_has_its_rate_by_timms_groups_or_by_the_blocks_of_torchvision() -> None:
+    vit = timm.create_model("test_vit")
+    expected = param_groups_layer_decay(vit, 0.05, vit.no_weight_decay(), layer_decay=0.5)
+    options = Optimizer(layer_decay=0.5, weight_decay=0.05)
+    assert rates(vit, parameter_groups(vit, options)) == rates(vit, expected)
+    resnet = models.resnet18()
+    found = rate_scales(resnet, Optimizer(layer_decay=0.5, head_lr=0.7, lr=0.1))
+    assert found["fc.weight"] == pytest.approx(7)
+    blocks = [f"layer{number}.{block}" for number in range(1, 5) for block in range(2)]
+    assert [found[f"{block}.conv1.weight"] for block in blocks] == [0.5**i for i in range(8, 0, -1)]
+    assert found["conv1.weight"] == found["bn1.bias"] == 0.5**9
+    assert rate_scales(models.vit_b_16(), options)["encoder.ln.weight"] == 0.5
+    assert rate_scales(models.convnext_tiny(), options)["features.7.2.layer_scale"] == 0.5
+    assert "lr_scale" not in parameter_groups(resnet, Optimizer())[0], "as in checkpoints of before"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train.class_weights=nosuch.yaml", "train.class_weights=nosuch.yaml cannot be read: No such file"),
+        ("train.class_weights={0: 1, 1: 2}", "'2' has no weight"),
+        ("train.class_weights=weights.yaml", "'5' has the weight '-1': give each class"),
+        ("train.class_weights=unknown.yaml", "'ten' is no class of the data"),
+        ("train.watch=val/map", "train.watch=val/map needs several labels"),
+        ("train.patience=0", "train.patience=0 is not allowed"),
+        ("train.distill=[2,1]", "train.distill=2 is not allowed"),
+        ("optimizer.layer_decay=1.5", "optimizer.layer_decay=1.5 is not allowed"),
+        ("optimizer.head_lr=1 parallel=stages", "does not support optimizer.layer_decay or head_lr"),
+        ("model.freeze_until=1_epoch", "model.freeze_until needs model.freeze"),
+        ("model.init=timm", "model.init=timm does not fit model.arch=resnet18"),
+        ("model.init=torchvision model.arch=resnet18_cifar", "Unknown model resnet18_cifar"),
+        ("model.teacher=x train.loss=bce", "model.teacher needs train.loss=ce"),
+        ("model.teacher=nowhere", "nowhere does not exist"),
+    ],
+)
+def test_a_wrong_request_ends_with_one_line(tmp_path: Path, digits: Path, words: str, line: str) -> None:
+    weights = {str(number): "1" for number in range(10)}
+    for name, more in (("weights", {"5": "-1"}), ("unknown", {"ten": "1"})):
+        text = "\n".join(f"{key}: {value}" for key, value in (weights | more).items())
+        (tmp_path / f"{name}.yaml").write_text(text)
+    given = [word.replace("_epoch", " epoch") for word in words.split(" ")]
+    if "{" in words:
+        given = [words]
+    result = quick(
+        "train", "digits", f"data.root={digits}", "track.uri=none", "data.workers=0", *given, cwd=tmp_path
+    )
+    assert result.code == 2, result.err
+    assert line in result.error
