@@ -1,6 +1,8 @@
 """`predict` returns the model's predictions, names images that it cannot read, and continues."""
 
+import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,66 @@ def test_a_bad_image_is_named_and_the_others_are_predicted(
     assert "left out: 1 .txt" in captured.err
 
 
+def test_rows_are_those_of_json_and_a_killed_command_continues_its_file(
+    run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos, out = tmp_path / "photos", tmp_path / "out.csv"
+    shutil.copytree(digits / "val" / "3", photos / "a, b")
+    (photos / "torn.png").write_bytes(next((photos / "a, b").iterdir()).read_bytes()[:40])
+    words = ["predict", str(run_dir), str(photos)]
+    assert main([*words, "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert main([*words, "--csv"]) == 0
+    shown = capsys.readouterr().out
+    rows = list(csv.DictReader(shown.splitlines()))
+    assert [row["path"] for row in rows if row["class"]] == [row["image"] for row in output["predictions"]]
+    for row, expected in zip([row for row in rows if row["class"]], output["predictions"], strict=True):
+        for rank, top in zip(("", "_2", "_3", "_4", "_5"), expected["top"], strict=True):
+            assert row[f"class{rank}"] == top["class"]
+            assert float(row[f"probability{rank}"]) == pytest.approx(top["probability"], abs=1e-6)
+    (bad,) = (row for row in rows if not row["class"])
+    assert {"image": bad["path"], "defect": bad["defect"]} == output["bad"][0]
+    assert not any(value for name, value in bad.items() if name.startswith(("class", "probability")))
+
+    command = [*words, "--csv", "--out", str(out)]
+    assert main(command) == 0
+    assert out.read_text() == shown
+    for cut in (3, len(shown) // 2, len(shown) - 1):  # in the header, in a row, before the last line's end
+        out.write_text(shown[:cut])
+        assert main(command) == 0
+        assert sorted(out.read_text().splitlines()) == sorted(shown.splitlines())
+    capsys.readouterr()
+    assert main(command) == 0
+    assert capsys.readouterr().out == f"{out}: 0 rows, 0 of them of bad images; it had {len(rows)}\n"
+    assert out.read_text().startswith(shown.splitlines()[0])
+
+
+def test_a_file_of_another_model_or_program_is_refused_and_kept(
+    run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, out = str(next((digits / "val" / "3").iterdir())), tmp_path / "out.csv"
+    assert main(["predict", str(save_run(tmp_path / "other", 2)), image, "--csv", "--out", str(out)]) == 0
+    for text, number in ((out.read_text(), 2), ("path,class\na,b", 1), ("x" * 200_000, 1), ("\n", 1)):
+        out.write_text(text)
+        assert main(["predict", str(run_dir), image, "--csv", "--out", str(out)]) == 2
+        assert f"line {number} of {out} is not of 'pipeline predict --csv' with" in capsys.readouterr().err
+        assert out.read_text() == text
+
+
+def test_a_row_holds_no_formula_and_no_second_line(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["=1+1", "@x", "+a", "-a()", "-1", "+2.5", 'a"b', "c,d", "e\nf", "\udc80"]
+    image = str(next((digits / "val" / "3").iterdir()))
+    found = set()
+    for first in range(10):  # each class is among the five likeliest of one of the models
+        run = save_run(tmp_path / f"{first}", 0, classes=names[first:] + names[:first])
+        assert main(["predict", str(run), image, "--csv"]) == 0
+        (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+        found |= {value for name, value in row.items() if name.startswith("class")}
+    assert found == {"'=1+1", "'@x", "'+a", "'-a()", "-1", "+2.5", 'a"b', "c,d", r"e\nf", r"\udc80"}
+
+
 def test_non_finite_logits_are_no_prediction(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,6 +149,8 @@ def test_non_finite_logits_are_no_prediction(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "the model's logits for it are not finite" in captured.err
+    assert main(["predict", str(tmp_path), str(digits / "val" / "3"), "--csv"]) == 4
+    assert "has a prediction: their rows say why" in capsys.readouterr().err
 
 
 def test_the_names_of_classes_are_printed_as_one_line_or_refused(

@@ -92,6 +92,9 @@ export photos --best --to onnx | photos
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
 predict runs/done photos nosuch.jpg | nosuch.jpg
 predict runs/done photos --sheet out.png | --sheet
+predict runs/done photos --out=out.csv | --csv
+predict runs/done photos --csv --json | --json
+predict runs/done photos --csv --out=nosuch/out.csv | nosuch
 export runs/done --to=onnx --out=nosuch/model.onnx | nosuch
 verify photos | photos
 sync nosuch | nosuch

@@ -18,7 +18,7 @@ from pipeline.randomness import derive, generator
 _ATTEMPTS = 10
 MEAN_COLOUR = (124, 116, 104)  # ImageNet's mean, which normalisation maps to 0
 _ERASING_ASPECTS = torch.tensor((0.3, 3.3)).log().tolist()
-_MAX_ASPECT = 16
+MAX_ASPECT = 16
 """A longer image is cropped first: 1 × 10,000 pixels would be resized to 256 × 2,560,000."""
 
 
@@ -141,7 +141,7 @@ def center_crop(pixels: Tensor, size: int, resize: int) -> Tensor:
 
     pixels: [3, H, W] uint8. A `resize` below `size` counts as `size`.
     """
-    longest = _MAX_ASPECT * min(pixels.shape[1:])
+    longest = MAX_ASPECT * min(pixels.shape[1:])
     pixels = _central(pixels, min(pixels.shape[1], longest), min(pixels.shape[2], longest))
     height, width = pixels.shape[1:]
     scale = max(resize, size) / min(height, width)

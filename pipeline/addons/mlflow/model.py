@@ -91,28 +91,30 @@ def _upload(run: MlflowRun, checkpoint: Path, step: int) -> str | None:
 def export_model(contents: dict[str, Any], config: Config, destination: Path) -> Any:
     """Export a checkpoint's model to the folder `destination`, and return its MLmodel.
 
-    The exported model takes pixels, [B, 3, H, W] float32 of 0..255, and returns probabilities, [B,
-    classes].
+    The exported model takes decoded pictures of one size, any size, [B, H, W, 3] uint8 in RGB, and
+    returns probabilities, [B, classes].
     """
     import numpy as np
     import torch
 
     import mlflow.pytorch
-    from mlflow.models import Model, infer_signature
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import Schema, TensorSpec
     from pipeline.addons.models.eval_batches import evaluation_geometry
-    from pipeline.addons.models.trained import ExportedModel, eval_model
+    from pipeline.addons.models.picture import PictureModel
+    from pipeline.addons.models.trained import eval_model
 
     # in train mode the export would keep dropout and update batch norm's statistics
-    served = ExportedModel(eval_model(contents, config.model), config.model).eval()
-    size, _ = evaluation_geometry(config.evaluate, config.augment)
-    example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would fix the batch size
-    with torch.inference_mode():
-        probabilities = served(torch.from_numpy(example)).numpy()
+    geometry = evaluation_geometry(config.evaluate, config.augment)
+    served = PictureModel(eval_model(contents, config.model), geometry, config.model).eval()
+    example = np.zeros((2, 4, 6, 3), np.uint8)  # a batch of one would fix the batch size
+    inputs = TensorSpec(example.dtype, (-1, -1, -1, 3))
+    outputs = TensorSpec(np.dtype(np.float32), (-1, len(contents["classes"])))
     # the configuration says how to preprocess images as validation does
     description = Model(metadata={"config": contents["config"], "classes": contents["classes"]})
     mlflow.pytorch.save_model(
         served, str(destination), mlflow_model=description,
-        signature=infer_signature(example, probabilities), input_example=example,
+        signature=ModelSignature(Schema([inputs]), Schema([outputs])), input_example=example,
         serialization_format="pt2",  # never a pickle, whatever the server's default is
         pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
     )  # fmt: skip

@@ -29,18 +29,23 @@ def add_commands(commands: Commands) -> None:
         " Images that cannot be decoded are named and skipped.",
         "pipeline predict runs/digits --best photo.png",
         "pipeline predict models:/digits@best photos/ --json",
+        "pipeline predict runs/digits photos/ --csv --out classes.csv",
     )  # fmt: skip
     add = parser.add_argument
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
     add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
     _add_best(parser)
     arguments.add_trust(parser)
-    add("--json", action="store_true", help="print JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--csv", action="store_true", help="print a row for each image as it is classified")
+    add("--out", type=arguments.path, metavar="FILE", help="add the rows of --csv that this file lacks")
 
     parser = add_command(
         commands, "export", _export, "write the model in another format and check it on validation images",
         "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
-        " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors has only the weights.",
+        " torch.export and onnx map a decoded picture of any size, uint8 [H, W, 3], to probabilities;"
+        " safetensors has only the weights.",
         "pipeline export runs/digits --best --to onnx",
     )  # fmt: skip
     add = parser.add_argument
@@ -50,6 +55,7 @@ def add_commands(commands: Commands) -> None:
     arguments.add_trust(parser)
     formats = ("torch.export", "onnx", "safetensors")
     add("--to", required=True, choices=formats, help="format of the exported file")
+    add("--pixels", action="store_true", help="map float32 pixels, [N, 3, side, side], 0 to 255, instead")
     add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
 
 
@@ -70,15 +76,20 @@ def _evaluate(options: argparse.Namespace) -> str | int:
     return evaluate(_target_of(options), options.overrides, options.nproc)
 
 
-def _predict(options: argparse.Namespace) -> str:
+def _predict(options: argparse.Namespace) -> str | int:
     from pipeline.addons.models import inputs
 
+    if options.out and not options.csv:
+        options.parser.error("--out goes with --csv")
     inputs.check_model(options.target)
+    inputs.check_output(options.out)
     for image in options.images:
         inputs.check_exists(image, "give image files, or folders with images")
 
-    from pipeline.addons.models import predict
+    from pipeline.addons.models import predict, predict_csv
 
+    if options.csv:
+        return predict_csv.predict_csv(_target_of(options), options.images, options.out)
     return predict.predict(_target_of(options), options.images, as_json=options.json)
 
 
@@ -91,4 +102,5 @@ def _export(options: argparse.Namespace) -> str:
 
     from pipeline.addons.models import export
 
-    return export.export(target, options.to, options.out, options.overrides)
+    pixels = options.pixels or options.to == "safetensors"
+    return export.export(target, options.to, options.out, options.overrides, takes_pixels=pixels)

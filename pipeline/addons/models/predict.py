@@ -10,7 +10,7 @@ named and skipped.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from pipeline.planning import divide_resources
 from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.terminal import Terminal
 
-_TOP_K = 5
+TOP_K = 5
 _NOT_FINITE = "the model's logits for it are not finite"
 _MACHINE_OVERRIDES = ["run.device=auto", "data.workers=auto"]
 """Keys of the model's configuration that describe the training machine, reset for this one."""
@@ -47,13 +47,13 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
     Raises StorageError if no image has a prediction.
     """
     terminal = Terminal()
-    images, left_out = _list_images(paths)
-    contents = _read_model(target)
+    images, left_out = list_images(paths)
+    contents = read_model(target)
     if left_out:
         terminal.log(left_out)
     tops: list[tuple[str, list[tuple[str, float]]]] = []  # two files may have one printed name
     bad: list[tuple[str, str]] = []
-    for image, defect, top in _classify(contents, target, images):
+    for image, defect, top in classify(contents, target, images):
         if defect:
             bad.append((image, defect))
         else:
@@ -80,7 +80,7 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
     )
 
 
-def _classify(
+def classify(
     contents: dict[str, Any], target: str, images: FolderImages
 ) -> Iterator[tuple[str, str, list[tuple[str, float]]]]:
     """Yield (image, defect or "", its most probable classes and their probabilities)."""
@@ -97,7 +97,7 @@ def _classify(
     with torch.inference_mode():
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
             found = model(batch.readable().images.to(device).float())
-            shares, labels = found.topk(min(_TOP_K, len(classes)))
+            shares, labels = found.topk(min(TOP_K, len(classes)))
             defects = dict(batch.defects)
             for row, sample in enumerate(batch.ids.tolist()):
                 names = [classes[label] for label in labels[row].tolist()]
@@ -106,8 +106,11 @@ def _classify(
                 yield images.name(sample), defect, top
 
 
-def _list_images(paths: list[str]) -> tuple[FolderImages, str]:
-    """Return the given files and the images in the given folders, and what of those is left out."""
+def list_images(paths: list[str], done: Container[str] = ()) -> tuple[FolderImages, str]:
+    """Return the given files and the images in the given folders, and what of those is left out.
+
+    done: the printed names of images that are not needed.
+    """
     sizes: dict[bytes, int] = {}
     ignored: Counter[str] = Counter()
     for path in paths:
@@ -127,11 +130,11 @@ def _list_images(paths: list[str]) -> tuple[FolderImages, str]:
     if not sizes:
         given = ", ".join(paths) + (f" ({left_out})" if left_out else "")
         raise RequestError(f"no image in {given}: give image files, or folders with images")
-    entries = [(name, size, 0) for name, size in sizes.items()]
+    entries = [(name, size, 0) for name, size in sizes.items() if printable_name(name) not in done]
     return FolderImages(Path(), Split.from_entries(entries)), left_out
 
 
-def _read_model(target: str) -> dict[str, Any]:
+def read_model(target: str) -> dict[str, Any]:
     if target.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 
