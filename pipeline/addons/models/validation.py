@@ -142,6 +142,19 @@ def _relabelled(config: Config, index: Index, classes: tuple[str, ...]) -> Index
     return replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
 
 
+def as_trained(source: Source, contents: dict[str, Any]) -> Source:
+    """Return the source as the model counts labels: for one of several labels a picture, as sets.
+
+    Raises RequestError, in all processes, for several labels a picture if it gives one.
+    """
+    if source.label_sets and not contents.get("several_labels"):
+        problem = "the data has several labels a picture, and the model was trained to give one"
+        raise RequestError(problem, "give data with one label a picture").collective()
+    if contents.get("several_labels") and not source.label_sets:
+        return replace(source, label_sets=tuple((label,) for label in range(len(source.classes))))
+    return source
+
+
 def _check_classes(config: Config, names: tuple[str, ...], classes: tuple[str, ...]) -> None:
     """Raise RequestError for a class of the data that is none of the model's `classes`."""
     known = {class_of(name) for name in classes}

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.evaluations import SavedEvaluation
+from pipeline.addons.report.predictions import ClassPrecisions
 from pipeline.errors import one_line
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -23,6 +24,7 @@ from pipeline.train.evaluation import CONFIDENCE_UNIT
 
 _CURVES = (("loss", "loss"), ("top-1 accuracy", "top1"), ("learning rate", "lr"))
 """(title, metric) of each plot: train/METRIC and val/METRIC."""
+_CURVES_OF_SEVERAL_LABELS = (_CURVES[0], ("mean average precision", "map"), _CURVES[2])
 _MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _MAX_BARS = 40  # classes in the bar chart
@@ -38,14 +40,15 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
     paths = {name: folder.report / f"{name}.png" for name in draws}
     for name, draw in draws.items():
         try:
-            folder.write(paths[name], draw())
+            if png := draw():
+                folder.write(paths[name], png)
         except Exception as error:  # whatever is damaged: the rest is drawn
             log(f"{name}.png cannot be drawn: {one_line(error, 300) or type(error).__name__}")
     return [path for path in paths.values() if path.exists()]
 
 
 def draw_curves(journal: Path) -> bytes:
-    """Draw loss, top-1 accuracy and learning rate by step, and mark where the run resumed."""
+    """Draw loss, top-1 or mAP, and learning rate by step, and mark where the run resumed."""
     points: dict[str, dict[int, float]] = defaultdict(dict)
     resumes: list[int] = []
     last = 0
@@ -57,7 +60,8 @@ def draw_curves(journal: Path) -> bytes:
             last = row["step"]
         last = max(last, row.get("step", 0))
     figure = _figure(10, 3)
-    for axes, (title, metric) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
+    curves = _CURVES_OF_SEVERAL_LABELS if points["val/map"] else _CURVES
+    for axes, (title, metric) in zip(figure.subplots(1, len(curves)), curves, strict=True):
         for split, label in (("train", "training"), ("val", "validation")):
             # steps after the last one were discarded by a restart, and are not trained again yet
             curve = [point for point in sorted(points[f"{split}/{metric}"].items()) if point[0] <= last]
@@ -75,9 +79,14 @@ def draw_curves(journal: Path) -> bytes:
 
 
 def draw_evaluation(name: str, saved: Path) -> bytes:
-    """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged."""
-    step = evaluations.step_of_evaluation(saved)
-    return EVALUATION_FIGURES[name](evaluations.load_evaluation(saved), f"step {step:,}")
+    """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged.
+
+    With several labels a picture it is b"", but for the figure of each class.
+    """
+    title, evaluation = f"step {evaluations.step_of_evaluation(saved):,}", evaluations.load_evaluation(saved)
+    if not isinstance(evaluation.predictions, ClassPrecisions):
+        return EVALUATION_FIGURES[name](evaluation, title)
+    return draw_precisions(evaluation, title) if name == "classes" else b""
 
 
 def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
@@ -118,17 +127,36 @@ def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
     correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
     known = np.flatnonzero(images)
     by_recall = known[np.argsort(correct[known] / images[known], kind="stable")]
-    shown = [(int(label), int(correct[label]), int(images[label])) for label in by_recall[:_MAX_BARS]][::-1]
+    bars = [
+        (label, correct[label] / images[label], f"{correct[label]:,}/{images[label]:,}")
+        for label in by_recall
+    ]
+    return _draw_bars(
+        evaluation.classes, bars, "correct images / images of the class", f"top-1 accuracy, {title}"
+    )
+
+
+def draw_precisions(evaluation: SavedEvaluation, title: str) -> bytes:
+    """Draw the average precision of each class that has images; of many classes the worst ones."""
+    precisions, images = evaluation.predictions.precisions, evaluation.predictions.images
+    known = [label for label in np.argsort(precisions, kind="stable") if images[label]]
+    bars = [(label, precisions[label], f"{images[label]:,}") for label in known]
+    return _draw_bars(evaluation.classes, bars, "average precision, images", f"average precision, {title}")
+
+
+def _draw_bars(classes: list[str], bars: list[tuple[int, float, str]], axis: str, title: str) -> bytes:
+    """Draw (class, value, text) from the worst on."""
+    shown = bars[:_MAX_BARS][::-1]
     figure = _figure(6.5, 0.9 + 0.2 * len(shown))
     axes = figure.subplots()
-    bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
-    axes.bar_label(bars, [f"{correct:,}/{images:,}" for _, correct, images in shown], padding=3, fontsize=7)
-    names = [drawn_name(evaluation.classes[label], label) for label, _, _ in shown]
+    drawn = axes.barh(range(len(shown)), [value for _, value, _ in shown])
+    axes.bar_label(drawn, [text for _, _, text in shown], padding=3, fontsize=7)
+    names = [drawn_name(classes[label], int(label)) for label, _, _ in shown]
     axes.set_yticks(range(len(shown)), names, **_style(7))
     axes.set_xlim(0, 1.15)
-    axes.set_xlabel("correct images / images of the class", fontsize=8)
-    part = f"the worst {len(shown)} of {len(known):,} classes" if len(shown) < len(known) else "each class"
-    axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
+    axes.set_xlabel(axis, fontsize=8)
+    part = f" of the worst {len(shown)} of {len(bars):,} classes" if len(shown) < len(bars) else ""
+    axes.set_title(title.replace(",", f"{part},", 1), fontsize=10)
     return _png(figure)
 
 
