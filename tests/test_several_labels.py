@@ -216,24 +216,20 @@ def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(
 def test_a_pack_gives_the_same_run(tmp_path: Path, table: tuple[str, ...], alone: Job) -> None:
     path, root = (word.partition("=")[2] for word in table[1:])
     assert quick("data", "pack", path, str(tmp_path / "pack"), f"data.root={root}").code == 0
-    packed = ("data.source=pack", f"data.root={tmp_path / 'pack'}", "train.max_steps=3")
-    run = job(tmp_path / "run", packed, 1)
-    assert run.run_in_forks().done["map"]
-    assert run.trace() == alone.trace()[:3]
+    run = job(tmp_path / "run", ("data.source=pack", f"data.root={tmp_path / 'pack'}"), 1)
+    assert run.run_in_forks().out == alone.output(), run.log()
+    assert run.trace() == alone.trace()
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "stages", "dataparallel"])
-def test_each_strategy_trains_the_same(tmp_path: Path, table: tuple[str, ...], parallel: str) -> None:
-    words = ("run.exact=false", "run.deterministic=true", "train.max_steps=2", "track.every=1 steps",
-             "model.arch=vit_b_16", "model.args={image_size: 32, patch_size: 8, num_layers: 2, "
-             "num_heads: 2, hidden_dim: 16, mlp_dim: 16}")  # fmt: skip
-    world = 1 if parallel == "dataparallel" else 2
-    losses = []
-    for kind in ("ddp", parallel):
+def test_each_strategy_trains_the_same(tmp_path: Path, table: tuple[str, ...]) -> None:
+    words = ("run.exact=false", "run.deterministic=true", "train.max_steps=2", "track.every=1 steps")
+    losses = {}
+    for kind, world in {"ddp": 2, "fsdp": 2, "stages": 2, "dataparallel": 1}.items():
         run = job(tmp_path / kind, table, world, *words, f"parallel={kind}")
         assert run.run_in_forks().done["map"], run.log()
-        losses.append([value for *_, value in run.journal("train/loss", "train/subset", "val/map")])
-    assert losses[1] == pytest.approx(losses[0], abs=2e-3)
+        losses[kind] = [value for *_, value in run.journal("train/loss")]
+        # batch norm of stages sees parts of a batch, and that of one process all of it
+        assert losses[kind] == pytest.approx(losses["ddp"], rel=1e-5 if kind == "fsdp" else 0.1), kind
 
 
 def said(result: Result | int, capsys: pytest.CaptureFixture[str]) -> str:
