@@ -282,7 +282,7 @@ def test_each_layer_has_its_rate_by_timms_groups_or_by_the_blocks_of_torchvision
     [
         ("train.class_weights=nosuch.yaml", "train.class_weights=nosuch.yaml cannot be read: No such file"),
         ("train.class_weights={0: 1, 1: 2}", "'2' has no weight"),
-        ("train.class_weights=weights.yaml", "'5' has the weight '-1': give each class"),
+        ("train.class_weights=weights.yaml", "class '5' has the weight '-1': give a number"),
         ("train.class_weights=unknown.yaml", "'ten' is no class of the data"),
         ("train.watch=val/map", "train.watch=val/map needs several labels"),
         ("train.patience=0", "train.patience=0 is not allowed"),

@@ -119,7 +119,7 @@ Columns = Annotated[
 ]
 
 ClassWeights = Annotated[
-    Literal["none", "balanced", "sqrt"] | dict[str, Text],
+    Literal["none", "balanced", "sqrt"] | dict[str, Annotated[float, Field(gt=0, le=1e6)]],
     WithJsonSchema({"allowed": "none | balanced | sqrt | FILE"}),
 ]
 

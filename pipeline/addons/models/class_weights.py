@@ -20,8 +20,6 @@ from pipeline.lazy import addon
 if TYPE_CHECKING:
     import torch
 
-_MAX_WEIGHT = 1e6
-
 
 def read_file(tree: dict[str, Any]) -> None:
     """Replace the name of a file in the tree of a recipe by the weights in it: YAML, or JSON."""
@@ -35,28 +33,32 @@ def read_file(tree: dict[str, Any]) -> None:
                 f"train.class_weights={name} cannot be read: {getattr(error, 'strerror', None) or error}"
             )
             raise RequestError(problem, "give none | balanced | sqrt | FILE with 'class: weight'") from None
-        tree["train"] = {**tree["train"], "class_weights": parse_yaml(text, name)}
+        weights = parse_yaml(text, name)
+        for label, weight in weights.items():
+            with suppress(TypeError, ValueError):
+                if 0 < float(weight) <= 1e6:
+                    continue
+            problem = (
+                f"train.class_weights={name}: class '{class_of(label)}' has the weight {str(weight)[:40]!r}"
+            )
+            raise RequestError(problem, "give a number above 0 and up to 1e6")
+        tree["train"] = {**tree["train"], "class_weights": weights}
 
 
 def check(config: Config, source: Source) -> None:
     """Raise RequestError for weights that do not fit the classes, or another key the labels."""
-    if source.label_sets and (config.data.balance != "none" or config.model.teacher):
-        key = "model.teacher" if config.model.teacher else f"data.balance={config.data.balance}"
-        remedy = "leave it out" if config.model.teacher else "weight the loss with train.class_weights"
-        raise RequestError(f"{key} needs one label a picture, and the data has several", remedy)
+    of_one_label = {"data.balance": config.data.balance != "none", "model.teacher": config.model.teacher}
+    for key in [key for key, is_used in of_one_label.items() if is_used and source.label_sets]:
+        raise RequestError(f"{key} needs one label a picture, and the data has several", "leave it out")
     if config.train.watch == "val/map" and not source.label_sets:
         raise RequestError("train.watch=val/map needs several labels a picture", "give val/top1 or val/loss")
-    given, classes = config.train.class_weights, {class_of(name) for name in source.classes}
-    weights = {class_of(name): text for name, text in given.items()} if isinstance(given, dict) else {}
-    for name in sorted(weights.keys() | classes) if weights else ():
-        problem = "is no class of the data" if name not in classes else "has no weight"
-        if name in weights and name in classes:
-            with suppress(ValueError):
-                if 0 < float(weights[name]) <= _MAX_WEIGHT:
-                    continue
-            problem = f"has the weight {weights[name][:40]!r}"
-        remedy = f"give each class of the data a number above 0 and up to {_MAX_WEIGHT:g}"
-        raise RequestError(f"train.class_weights: '{name}' {problem}", remedy)
+    if isinstance(config.train.class_weights, dict):
+        classes, weighted = (
+            {*map(class_of, names)} for names in (source.classes, config.train.class_weights)
+        )
+        for name in sorted(classes ^ weighted):
+            problem = "is no class of the data" if name in weighted else "has no weight"
+            raise RequestError(f"train.class_weights: '{name}' {problem}", "give each class of the data one")
 
 
 def tensor(config: Config, source: Source, device: "torch.device") -> "torch.Tensor | None":
@@ -71,7 +73,7 @@ def tensor(config: Config, source: Source, device: "torch.device") -> "torch.Ten
     if given == "none":
         return None
     if isinstance(given, dict):
-        by_name = {class_of(name): float(weight) for name, weight in given.items()}
+        by_name = {class_of(name): weight for name, weight in given.items()}
         return torch.tensor([by_name[class_of(name)] for name in source.classes], device=device)
     counts = np.bincount(source.train.labels, minlength=classes)
     weights = counts.sum() / (np.count_nonzero(counts) * counts.clip(1))

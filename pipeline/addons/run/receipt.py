@@ -39,7 +39,7 @@ def headline(row: dict[str, Any]) -> tuple[str, float]:
     return ("mAP", row["map"]) if "map" in row else ("top-1", row["top1"])
 
 
-def rank(row: dict[str, Any], watch: str = "val/top1") -> tuple[float, float, int]:
+def rank(row: dict[str, Any], watch: str = "") -> tuple[float, float, int]:
     """Return what the best evaluation has the highest of: see `TrainState.add_evaluation`."""
     loss = row.get("loss")
     figures = float(headline(row)[1]), -(math.inf if loss is None else float(loss))
@@ -162,8 +162,9 @@ def best_checkpoint(target: str) -> Path:
     folder = RunFolder(Path(target))
     try:
         receipt = parse_json(folder.receipt.read_text(encoding="utf-8"))
-        rows, watch = receipt["evaluations"], receipt["config"]["train"].get("watch", "val/top1")
-        evaluated = sorted((rank(row, watch) for row in rows if not row.get("not_finite")), reverse=True)
+        watch = receipt.get("config", {}).get("train", {}).get("watch", "")
+        rows = [row for row in receipt["evaluations"] if not row.get("not_finite")]
+        evaluated = sorted((rank(row, watch) for row in rows), reverse=True)
     except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
             f"--best cannot read {folder.receipt}", "give a run's folder, or a checkpoint without --best"
