@@ -3,8 +3,7 @@
 Why it is exact: batches are cut from the whole set in index order, so their contents do not depend
 on which process evaluates them. Process r evaluates batches r, r + world, …. Each image gives
 integers (is it right, its confidence in 2^-30, its loss in 2^-40). Every figure is a function of
-these, and one process sets those of an image. Nothing is padded. `several_labels` has the integers
-of pictures with several labels.
+these, and one process sets those of an image. Nothing is padded.
 
 On GPUs this holds with one GPU model and version of the software. cuDNN then chooses its kernels by
 the shapes of a batch. Benchmarking them, as training does, could choose others in each process.
@@ -80,9 +79,8 @@ class Evaluator:
         positions = range(group.rank, len(self._data), group.size)[len(self._kept) :]
         loader = batches(self._data, positions, self._resources, pin=device.type == "cuda")
         loaded = chain(tuple(self._kept), to_device(loader, device))
-        scores = None
-        if self._source.label_sets:
-            scores = addon("models.several_labels").Scores(self._source, device)
+        several = addon("models.several_labels") if self._source.label_sets else None
+        scores = several and several.Scores(self._source, device)
         # a column for each image, see `_count`
         counts = torch.zeros((7, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []

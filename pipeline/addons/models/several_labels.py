@@ -1,11 +1,10 @@
 """Several labels a picture: the targets of training, and the figures of a validation.
 
 Elsewhere a label is one integer, the number of a set of classes (`Source.label_sets`). Only here it
-becomes a row of a matrix, [sets, classes] of 0 and 1.
+becomes a row of a matrix.
 
 Promise: a validation is as exact as `evaluator` says. An image gives integers: its loss, and the
-probability of each class in 2^-30. One process sets those of an image, and each process computes
-the same figures from their sums, with the definitions of scikit-learn:
+probability of each class in 2^-30. The figures follow from them, as scikit-learn defines them:
 
 - `average_precision_score` of each class. `map` is the mean of the classes that have an image.
 - `f1_score` of each class at its threshold, the best for these images: halfway between two
@@ -50,7 +49,7 @@ def with_targets(batches: Iterator[Batch], source: Source, device: torch.device)
 
 
 class Scores:
-    """What one validation gives. Its memory is 4 bytes for each image and class, on the host."""
+    """The probabilities of a validation: 4 bytes for each image and class, on each host."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self._matrix = class_matrix(source)
@@ -60,8 +59,7 @@ class Scores:
     def add(self, batch: Batch, views: list[Tensor]) -> Tensor:
         """Keep the probabilities of a batch. Return a column for each image, [7, B] int64.
 
-        Its rows: 1, the label + 1, NO_PREDICTION for logits that are not finite, else 0, three of
-        zeros, the loss.
+        Its rows are those of `Evaluator._count`, as far as they have a meaning.
         """
         labels, first = batch.labels, int(batch.ids[0])
         logits = torch.stack(views).mean(0).double()
@@ -72,7 +70,7 @@ class Scores:
         losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
         losses = losses.where(finite & (labels != NO_LABEL), 0).clamp(max=MAX_LOSS)
         columns = torch.zeros((7, len(labels)), dtype=torch.int64, device=labels.device)
-        columns[0], columns[1], columns[2] = 1, labels + 1, (~finite) * NO_PREDICTION
+        columns[0], columns[1], columns[2] = 1, labels + 1, ~finite * NO_PREDICTION
         columns[6] = losses.mul(IMAGE_LOSS_UNIT).round()
         return columns
 

@@ -143,15 +143,17 @@ def _relabelled(config: Config, index: Index, classes: tuple[str, ...]) -> Index
 
 
 def as_trained(source: Source, contents: dict[str, Any]) -> Source:
-    """Return the source as the model counts labels: for one of several labels a picture, as sets.
+    """Return the source, with sets of one label for a model that gives several.
 
-    Raises RequestError, in all processes, for several labels a picture if it gives one.
+    Raises RequestError, in all processes, for several labels a picture if the model gives one.
     """
-    if source.label_sets and not contents.get("several_labels"):
+    if contents.get("several_labels"):
+        return replace(
+            source, label_sets=source.label_sets or tuple((i,) for i in range(len(source.classes)))
+        )
+    if source.label_sets:
         problem = "the data has several labels a picture, and the model was trained to give one"
         raise RequestError(problem, "give data with one label a picture").collective()
-    if contents.get("several_labels") and not source.label_sets:
-        return replace(source, label_sets=tuple((label,) for label in range(len(source.classes))))
     return source
 
 

@@ -24,7 +24,6 @@ from pipeline.train.evaluation import CONFIDENCE_UNIT
 
 _CURVES = (("loss", "loss"), ("top-1 accuracy", "top1"), ("learning rate", "lr"))
 """(title, metric) of each plot: train/METRIC and val/METRIC."""
-_CURVES_OF_SEVERAL_LABELS = (_CURVES[0], ("mean average precision", "map"), _CURVES[2])
 _MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _MAX_BARS = 40  # classes in the bar chart
@@ -60,7 +59,8 @@ def draw_curves(journal: Path) -> bytes:
             last = row["step"]
         last = max(last, row.get("step", 0))
     figure = _figure(10, 3)
-    curves = _CURVES_OF_SEVERAL_LABELS if points["val/map"] else _CURVES
+    accuracy = ("mean average precision", "map") if points["val/map"] else _CURVES[1]
+    curves = (_CURVES[0], accuracy, _CURVES[2])
     for axes, (title, metric) in zip(figure.subplots(1, len(curves)), curves, strict=True):
         for split, label in (("train", "training"), ("val", "validation")):
             # steps after the last one were discarded by a restart, and are not trained again yet
@@ -83,10 +83,10 @@ def draw_evaluation(name: str, saved: Path) -> bytes:
 
     With several labels a picture it is b"", but for the figure of each class.
     """
-    title, evaluation = f"step {evaluations.step_of_evaluation(saved):,}", evaluations.load_evaluation(saved)
-    if not isinstance(evaluation.predictions, ClassPrecisions):
-        return EVALUATION_FIGURES[name](evaluation, title)
-    return draw_precisions(evaluation, title) if name == "classes" else b""
+    step, evaluation = evaluations.step_of_evaluation(saved), evaluations.load_evaluation(saved)
+    if name != "classes" and isinstance(evaluation.predictions, ClassPrecisions):
+        return b""
+    return EVALUATION_FIGURES[name](evaluation, f"step {step:,}")
 
 
 def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
@@ -123,40 +123,32 @@ def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
 
 
 def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
-    """Draw the accuracy of each class that has images; of many classes the worst ones."""
-    correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
+    """Draw the accuracy of each class that has images; of many classes the worst ones.
+
+    With several labels a picture it is the average precision.
+    """
+    found = evaluation.predictions
+    if isinstance(found, ClassPrecisions):
+        images, shares, texts = found.images, found.precisions, [f"{count:,}" for count in found.images]
+        name, axis = "average precision", "average precision, and images of the class"
+    else:
+        correct, images = found.count_correct(len(evaluation.classes))
+        shares = correct / np.maximum(1, images)
+        texts = [f"{right:,}/{count:,}" for right, count in zip(correct, images, strict=True)]
+        name, axis = "top-1 accuracy", "correct images / images of the class"
     known = np.flatnonzero(images)
-    by_recall = known[np.argsort(correct[known] / images[known], kind="stable")]
-    bars = [
-        (label, correct[label] / images[label], f"{correct[label]:,}/{images[label]:,}")
-        for label in by_recall
-    ]
-    return _draw_bars(
-        evaluation.classes, bars, "correct images / images of the class", f"top-1 accuracy, {title}"
-    )
-
-
-def draw_precisions(evaluation: SavedEvaluation, title: str) -> bytes:
-    """Draw the average precision of each class that has images; of many classes the worst ones."""
-    precisions, images = evaluation.predictions.precisions, evaluation.predictions.images
-    known = [label for label in np.argsort(precisions, kind="stable") if images[label]]
-    bars = [(label, precisions[label], f"{images[label]:,}") for label in known]
-    return _draw_bars(evaluation.classes, bars, "average precision, images", f"average precision, {title}")
-
-
-def _draw_bars(classes: list[str], bars: list[tuple[int, float, str]], axis: str, title: str) -> bytes:
-    """Draw (class, value, text) from the worst on."""
-    shown = bars[:_MAX_BARS][::-1]
+    shown = known[np.argsort(shares[known], kind="stable")][:_MAX_BARS][::-1].tolist()
     figure = _figure(6.5, 0.9 + 0.2 * len(shown))
     axes = figure.subplots()
-    drawn = axes.barh(range(len(shown)), [value for _, value, _ in shown])
-    axes.bar_label(drawn, [text for _, _, text in shown], padding=3, fontsize=7)
-    names = [drawn_name(classes[label], int(label)) for label, _, _ in shown]
-    axes.set_yticks(range(len(shown)), names, **_style(7))
+    bars = axes.barh(range(len(shown)), shares[shown])
+    axes.bar_label(bars, [texts[label] for label in shown], padding=3, fontsize=7)
+    axes.set_yticks(
+        range(len(shown)), [drawn_name(evaluation.classes[label], label) for label in shown], **_style(7)
+    )
     axes.set_xlim(0, 1.15)
     axes.set_xlabel(axis, fontsize=8)
-    part = f" of the worst {len(shown)} of {len(bars):,} classes" if len(shown) < len(bars) else ""
-    axes.set_title(title.replace(",", f"{part},", 1), fontsize=10)
+    part = f"the worst {len(shown)} of {len(known):,} classes" if len(shown) < len(known) else "each class"
+    axes.set_title(f"{name} of {part}, {title}", fontsize=10)
     return _png(figure)
 
 

@@ -55,7 +55,7 @@ def render_page(folder: RunFolder) -> str:
         "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
     shown: dict[str, Any] = {"several_labels": False}
-    with suppress(OSError, ValueError):
+    with suppress(Exception):  # a damaged file is named below
         plan = parse_json(folder.plan.read_text(encoding="utf-8"))
         shown["several_labels"] = plan.get("label_sets", 0) > 0
     left_out: dict[str, str] = {}
