@@ -17,6 +17,8 @@ class DataSize:
     num_classes: int
     notes: str = ""
     """Text for a message: the rule that holds images out, and what else a reader should know."""
+    label_sets: int = 0
+    """With several labels a picture: the number of different sets of them."""
 
     def describe(self) -> str:
         """Return the sizes as text for a message."""

@@ -26,39 +26,39 @@ def make_model() -> nn.Module:
     return network
 
 
-def evaluate(root: Path, group: Group, model: nn.Module) -> Evaluated:
+def evaluate(root: Path, group: Group, model: nn.Module, *words: str) -> Evaluated:
     """Evaluate the model on the digits in `root`, in batches of 48."""
-    config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0")
-    evaluator = Evaluator(model, source.val, config, plan, group)
+    config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0", *words)
+    evaluator = Evaluator(model, source, config, plan, group)
     result = evaluator.evaluate(1, SILENT, lambda: False)
     assert result
     return result
 
 
-def evaluate_alone(root: Path) -> tuple[dict[str, Any], torch.Tensor, list[int]]:
-    """Return what one process found, and the logits and labels that it saw."""
+def evaluate_alone(root: Path, *words: str) -> tuple[Evaluated, dict[str, Any], torch.Tensor]:
+    """Return what one process found, and the logits that it saw."""
     logits: list[torch.Tensor] = []
     model = make_model()
     model.register_forward_hook(lambda _module, _inputs, result: logits.append(result))
-    found = evaluate(root, Group(World(), torch.device("cpu")), model)
-    return _found(found), torch.cat(logits), found.predictions.labels.tolist()
+    found = evaluate(root, Group(World(), torch.device("cpu")), model, *words)
+    return found, _found(found), torch.cat(logits)
 
 
-def evaluate_together(root: Path, size: int, folder: Path) -> Any:
+def evaluate_together(root: Path, size: int, folder: Path, *words: str) -> Any:
     """Return what `size` processes found."""
     output = folder / f"{size}.json"
-    assert not any(in_ranks(_run_rank, size, size, root, output))
+    assert not any(in_ranks(_run_rank, size, size, root, output, words))
     return json.loads(output.read_text())
 
 
-def _run_rank(rank: int, address: str, size: int, root: Path, output: Path) -> None:
+def _run_rank(rank: int, address: str, size: int, root: Path, output: Path, words: tuple[str, ...]) -> None:
     group = Group(World(size, size, rank, rank, init_method=address), torch.device("cpu"), 60)
-    result = evaluate(root, group, make_model())
+    result = evaluate(root, group, make_model(), *words)
     if group.is_main:
         output.write_text(json.dumps(_found(result)))
     group.shutdown()
 
 
 def _found(result: Evaluated) -> dict[str, Any]:
-    recalls = result.predictions.recalls([f"{label}" for label in range(10)])
-    return {**asdict(result.evaluation), "recalls": recalls}
+    by_class = result.predictions.by_class([f"{label}" for label in range(10)])
+    return {**asdict(result.evaluation), "by_class": by_class}

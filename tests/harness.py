@@ -24,7 +24,8 @@ import pytest
 from pipeline.errors import RequestError
 
 DONE = re.compile(
-    r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) top1=(?P<top1>[01]\.\d{4}) top5=(?P<top5>[01]\.\d{4})"
+    r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) "
+    r"(?:top1=(?P<top1>[01]\.\d{4}) top5=(?P<top5>[01]\.\d{4})|map=(?P<map>[01]\.\d{4}))"
     r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
 )
 

@@ -5,6 +5,7 @@ Where possible they call the project's own code. `kinds.py` computes and compare
 
 import io
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -240,8 +241,8 @@ class Held:
 def evaluation() -> Iterator[Tensor]:
     config, plan = plan_of("evaluate.flip=true")
     seed_network(0, "weights")
-    images: Any = Held()
-    evaluator = Evaluator(vit(), images, config, plan, Group(World(), CPU))
+    source: Any = SimpleNamespace(val=Held(), label_sets=())
+    evaluator = Evaluator(vit(), source, config, plan, Group(World(), CPU))
     result = evaluator.evaluate(0, SILENT, lambda: False)
     assert result
     assert not result.bad_images

@@ -101,7 +101,7 @@ def evaluate_model(digits: Path, model: nn.Module, *overrides: str) -> Evaluated
     """Evaluate the model on the digits in batches of 48."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48", *overrides)
     group = Group(World(), torch.device("cpu"))
-    result = Evaluator(model, source.val, config, plan, group).evaluate(1, SILENT, lambda: False)
+    result = Evaluator(model, source, config, plan, group).evaluate(1, SILENT, lambda: False)
     assert result
     return result
 
@@ -139,9 +139,9 @@ def test_kernels_of_validation_are_not_chosen_by_a_benchmark(
 
 
 def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path, digits: Path) -> None:
-    alone, logits, seen = evaluate_alone(digits)
+    result, alone, logits = evaluate_alone(digits)
     assert all(evaluate_together(digits, size, tmp_path) == alone for size in (2, 3, 4)), "to the bit"
-    labels, probabilities = np.array(seen), scipy.special.softmax(logits.double().numpy(), axis=1)
+    labels, probabilities = result.predictions.labels, scipy.special.softmax(logits.double().numpy(), axis=1)
     predicted, confidence = probabilities.argmax(1), probabilities.max(1)
     is_correct = predicted == labels
     # the mean distance over the bins, weighted by their images: both functions leave out empty bins
@@ -160,7 +160,7 @@ def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path,
     for name, value in expected.items():
         assert alone[name] == pytest.approx(value, abs=1 if name == "loss_sum" else 1e-9), name
     recalls = metrics.recall_score(labels, predicted, average=None)
-    assert list(alone["recalls"].values()) == pytest.approx(recalls.tolist(), abs=1e-9)
+    assert list(alone["by_class"].values()) == pytest.approx(recalls.tolist(), abs=1e-9)
 
 
 def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:

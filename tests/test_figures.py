@@ -46,8 +46,8 @@ def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once(
 def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> None:
     classes = ["a/b", "a:b", "..", ".", "c.d", "plain"]
     labels = np.arange(len(classes), dtype=np.int32)
-    recalls = Predictions(labels, labels, np.ones(len(classes))).recalls(classes)
-    assert list(recalls) == ["a_b_0", "a_b_1", ".._2", "._3", "c.d", "plain"]
+    recalls = Predictions(labels, labels, np.ones(len(classes))).by_class(classes)
+    assert list(recalls) == [f"recall/{name}" for name in ("a_b_0", "a_b_1", ".._2", "._3", "c.d", "plain")]
 
 
 def test_twenty_thousand_classes_are_drawn() -> None:

@@ -291,7 +291,8 @@ class Train(Section):
     gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(alias="exchange")] = "fp32"
     """Precision in which DDP exchanges gradients. bf16 halves the traffic and rounds each one."""
     loss: Literal["ce", "bce"] = "ce"
-    """ce: cross-entropy; bce: one binary cross-entropy per class, as in "ResNet strikes back"."""
+    """ce: cross-entropy; bce: one binary cross-entropy per class, summed, as in "ResNet strikes
+    back". With several labels a picture it is always bce."""
     label_smoothing: BelowOne = 0.0
     """Share of the target that is spread over all classes."""
     class_weights: ClassWeights = "none"

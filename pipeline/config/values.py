@@ -114,16 +114,9 @@ Arguments = Annotated[
     ),
 ]
 
-
-def _check_columns(names: dict[str, Any]) -> dict[str, Any]:
-    if names.keys() - {"path", "image", "label", "split", "group"}:
-        raise ValueError("not a column of a table")
-    return names
-
-
 Columns = Annotated[
     dict[str, Text | list[Text]],
-    AfterValidator(_check_columns),
+    AfterValidator(lambda given: addon("ops.keys").check_columns(given)),
     WithJsonSchema({"allowed": "a name for path, image, label, split or group; for label also a list"}),
 ]
 

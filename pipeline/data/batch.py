@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     images: Tensor
     """[B, 3, H, W] uint8. From `resident_images.Draws`, the draws of the images, [B, N]."""
     labels: Tensor
-    """[B] int64."""
+    """[B] int64; with several labels a picture, a step gets [B, classes] float32 of 0 and 1."""
     ids: Tensor
     """[B] int64: sample ids in the epoch's order, also of bad images that were replaced."""
     digests: Tensor

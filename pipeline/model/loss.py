@@ -15,9 +15,9 @@ class Targets:
     """The labels of a pass of B images, on the device of the logits."""
 
     labels: Tensor
-    """[B] int64."""
+    """[B] int64; with several labels a picture [B, classes] float32 of 0 and 1."""
     partners: Tensor | None = None
-    """[B] int64: the label of each image's mixing partner; None without mixup and cutmix."""
+    """The label of each image's mixing partner, as `labels`; None without mixup and cutmix."""
     own_share: Tensor | None = None
     """[B] float32 in 0..1: the weight of an image's own label; its partner's label has the rest."""
     teacher: Tensor | None = None
@@ -45,16 +45,20 @@ def classification_loss(
 
 
 def _loss_per_image(logits: Tensor, labels: Tensor, options: Train, weights: Tensor | None) -> Tensor:
-    """Return the loss of each image, [B]. labels: [B] int64.
+    """Return the loss of each image, [B]. labels: see `Targets`.
 
-    ce: cross-entropy. bce: one binary cross-entropy per class, summed over the classes, as in
-    Wightman et al., "ResNet strikes back", 2021; with weights, for the positive targets.
+    ce: cross-entropy. bce, and always with several labels a picture: one binary cross-entropy per
+    class, summed over the classes, as in Wightman et al., "ResNet strikes back", 2021; with
+    weights, for the positive targets. An image of one label has the same loss in both forms.
     """
     smoothing = options.label_smoothing
-    if options.loss == "ce":
+    if options.loss == "ce" and labels.ndim == 1:
         return functional.cross_entropy(logits, labels, weights, reduction="none", label_smoothing=smoothing)
     classes = logits.shape[1]
-    target = torch.full_like(logits, smoothing / classes)
-    target.scatter_(1, labels[:, None], 1 - smoothing + smoothing / classes)
+    if labels.ndim == 2:  # each label spreads the same share over all classes
+        target = (1 - smoothing) * labels + smoothing * labels.mean(1, keepdim=True)
+    else:
+        target = torch.full_like(logits, smoothing / classes)
+        target.scatter_(1, labels[:, None], 1 - smoothing + smoothing / classes)
     losses = functional.binary_cross_entropy_with_logits(logits, target, reduction="none", pos_weight=weights)
     return losses.sum(1)

@@ -30,10 +30,8 @@ class Strategy:
         self._passes = plan.accumulate
         self._loss_divisor = plan.accumulate  # so that a step's gradient is that of its mean loss
         self._options = config.train
-        self.class_weights: Tensor | None = None
-        """[classes] float32: see train.class_weights."""
-        self.teacher: Any = None
-        """With model.teacher: `addons.models.teacher.Teacher`."""
+        self.class_weights: Tensor | None = None  # [classes] float32: see train.class_weights
+        self.teacher: Any = None  # with model.teacher: `addons.models.teacher.Teacher`
         self.warms_up = plan.compiles
         """The first pass of a process differs from later ones, so it is discarded."""
         self._run_model = self._compiled(model, plan)

@@ -21,6 +21,7 @@ class Evaluation:
     images: int
     total: int
     correct1: int
+    """With several labels a picture: images whose labels are all right, at a probability of 0.5."""
     correct5: int
     loss_sum: int
     """In units of 2^-20."""
@@ -36,6 +37,11 @@ class Evaluation:
     """The number of these classes."""
     correct1_plain: int | None = None
     """With evaluate.flip: correct predictions without the mirror images."""
+    map: float | None = None
+    """With several labels a picture: mean average precision, see `addons.models.several_labels`."""
+    f1: float | None = None
+    thresholds: list[float] | None = None
+    """With several labels: the probability from which on a picture has a class, for each class."""
 
     @property
     def top1(self) -> float:
@@ -48,22 +54,31 @@ class Evaluation:
     @property
     def rank(self) -> tuple[int, int]:
         """The order of models, in integers: the best has the highest. See also `receipt.rank`."""
-        return self.correct1, -self.loss_sum
+        return self.correct1 if self.map is None else round(self.map * 2**40), -self.loss_sum
+
+    @property
+    def main(self) -> dict[str, float]:
+        """The figures of the result line, by name."""
+        return {"top1": self.top1, "top5": self.top5} if self.map is None else {"map": self.map}
+
+    @property
+    def headline(self) -> str:
+        return f"top-1 {self.top1:.4f}" if self.map is None else f"mAP {self.map:.4f}"
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures beside top-1 and top-5, by name: those that are finite."""
+        """The figures beside `main`, by name: those that are finite."""
         loss = math.nan if self.not_finite else self.loss_sum / LOSS_UNIT / self.images
         named = {
             "loss": loss, "nll": math.nan if self.not_finite else self.nll, "ece": self.ece,
-            "balanced_accuracy": self.balanced_accuracy,
+            "balanced_accuracy": self.balanced_accuracy, "f1": self.f1,
+            "subset": None if self.map is None else self.top1,
             "top1_plain": None if self.correct1_plain is None else self.correct1_plain / self.images,
         }  # fmt: skip
         return {name: value for name, value in named.items() if value is not None and math.isfinite(value)}
 
     def done_line(self, epoch: int, weights: str) -> str:
         """Return the result line. weights: `sha256:` and the digits."""
-        return (
-            f"done step={self.step} epoch={epoch} top1={self.top1:.4f} top5={self.top5:.4f}"
-            f" images={self.images}/{self.total} weights={weights}"
-        )
+        figures = " ".join(f"{name}={value:.4f}" for name, value in self.main.items())
+        images = f"{self.images}/{self.total}"
+        return f"done step={self.step} epoch={epoch} {figures} images={images} weights={weights}"

@@ -32,7 +32,7 @@ class Update:
     sample_ids: list[int] = field(default_factory=list)  # of the global batch, in order, if `run.trace`
     batch_sha256: str = ""
     metrics: dict[str, float] = field(default_factory=dict)  # of the steps since the last report, if due
-    best_top1: float | None = None
+    best: Evaluation | None = None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Trainer:
         self.divergence = addon("run.divergence").DivergenceWatch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
         self.evaluator = addon("models.evaluator").Evaluator(
-            state.eval_model, job.source.val, config, plan, process.group, predict
+            state.eval_model, job.source, config, plan, process.group, predict
         )
 
 
@@ -76,8 +76,7 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
         if is_over:
             assert state.evaluation is not None
             if state.step < plan.last_step:
-                reason = f"no better evaluation for train.patience={plan.patience}"
-                trainer.process.terminal.log(f"ends at step {state.step:,}: {reason}")
+                trainer.process.terminal.log(f"no better evaluation for train.patience={plan.patience}: ends")
             return state.evaluation
 
         # the first pass with images of a size compiles the model: minutes that are no hang
@@ -121,9 +120,8 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     with timer.charge("tracking"):
         # rank 0 alone has listeners, but all processes take part in the sums that they write
         ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
-        best_top1 = state.best.top1 if state.best else None
         metrics = trainer.metrics.after_update(state)
-        update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest, metrics, best_top1)
+        update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest, metrics, state.best)
         for listener in trainer.records.listeners:
             listener.stepped(update)
     if plan.watches_at(state.step):

@@ -101,4 +101,5 @@ def _identity(job: Job) -> dict[str, Any]:
         "config": config.to_yaml(), "data": source.digest,
         "split": index.split_rule() if index else None,
         "classes": list(source.classes), "world": job.plan.world,
+        **({"several_labels": True} if source.label_sets else {}),
     }  # fmt: skip

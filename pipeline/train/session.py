@@ -136,7 +136,9 @@ def train_to_end(trainer: Trainer) -> Evaluation:
             maker = resident.draws if resident else data
             with closing(batches(maker, positions, plan, pin=group.device.type == "cuda")) as loaded:
                 arrived = to_device(loaded, group.device)
-                return train(trainer, resident.augment(arrived) if resident else arrived)
+                passes = resident.augment(arrived) if resident else arrived
+                with_targets = addon("models.several_labels").with_targets
+                return train(trainer, with_targets(passes, job.source, group.device))
     except LoaderError as error:  # known to this process only: the others cannot be told
         _crash(trainer, error)
     except RunError as error:  # raised in all processes together, after an exchange of `Group`

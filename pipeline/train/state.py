@@ -76,10 +76,12 @@ class TrainState:
         return self.step
 
     def add_to_totals(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a pass to the totals. loss: [] mean, logits: [B, classes], labels: [B]."""
+        """Add a pass to the totals. loss: [] mean, logits: [B, classes], labels: see `Batch`."""
         images = len(labels)
         self.totals[0] += (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
-        self.totals[1] += (logits.argmax(1) == labels).sum()
+        several = labels.ndim == 2  # all labels of an image must then be right
+        is_right = ((logits >= 0) == (labels > 0)).all(1) if several else logits.argmax(1) == labels
+        self.totals[1] += is_right.sum()
         self.totals[2] += images
 
     def add_evaluation(self, evaluation: Evaluation) -> bool:

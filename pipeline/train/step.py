@@ -34,8 +34,8 @@ class Step:
         self._average: MovingAverage | None = None
         if state.ema is not None and config.train.ema is not None:
             self._average = MovingAverage(state.ema, state.model, config.train.ema)
-        frozen_until = addon("models.pretrained").FrozenUntil
-        self._frozen = frozen_until(state.model, config.model.freeze, plan.unfreeze_step)
+        pretrained = addon("models.pretrained")
+        self._frozen = pretrained.FrozenUntil(state.model, config.model.freeze, plan.unfreeze_step)
         self.used: list[Batch] = []
         """The batches of the current step, which an error names."""
 

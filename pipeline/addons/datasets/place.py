@@ -8,7 +8,7 @@ from pipeline.addons.datasets.file_errors import is_non_empty_folder
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import find_cached_index
 from pipeline.addons.datasets.names import printable_name
-from pipeline.addons.datasets.sources import data_root, open_source, refuse_label_sets
+from pipeline.addons.datasets.sources import data_root, open_source
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, TemporaryError
@@ -30,7 +30,6 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     if was_started:
         _check_is_there(config, previous_config(folder), start.get("tags", {}).get("data"))
     source = open_source(config, check_sizes=was_started)
-    refuse_label_sets(source.index)
     _check_run_is_outside(config, source)
     return source
 

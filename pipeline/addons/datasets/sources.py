@@ -55,18 +55,7 @@ def _place(config: Config) -> str:
 
 def data_size(config: Config) -> DataSize:
     """Return the size of the data. The digits need not be made for it."""
-    if config.data.source == "digits":
-        return DIGITS_SIZE
-    source = open_source(config)
-    refuse_label_sets(source.index)
-    return source.size
-
-
-def refuse_label_sets(index: Index | None) -> None:
-    """Raise RequestError if images have several labels, which no loss and no metric takes yet."""
-    if index and index.label_sets:
-        problem = "the data has images of several labels, which can be packed but not yet trained"
-        raise RequestError(problem, "give one label a picture")
+    return DIGITS_SIZE if config.data.source == "digits" else open_source(config).size
 
 
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:

@@ -106,12 +106,13 @@ def export_model(contents: dict[str, Any], config: Config, destination: Path) ->
 
     # in train mode the export would keep dropout and update batch norm's statistics
     geometry = evaluation_geometry(config.evaluate, config.augment)
-    served = PictureModel(eval_model(contents, config.model), geometry, config.model).eval()
+    several = {"several_labels": True} if contents.get("several_labels") else {}
+    served = PictureModel(eval_model(contents, config.model), geometry, config.model, bool(several)).eval()
     example = np.zeros((2, 4, 6, 3), np.uint8)  # a batch of one would fix the batch size
     inputs = TensorSpec(example.dtype, (-1, -1, -1, 3))
     outputs = TensorSpec(np.dtype(np.float32), (-1, len(contents["classes"])))
     # the configuration says how to preprocess images as validation does
-    description = Model(metadata={"config": contents["config"], "classes": contents["classes"]})
+    description = Model(metadata={"config": contents["config"], "classes": contents["classes"], **several})
     mlflow.pytorch.save_model(
         served, str(destination), mlflow_model=description,
         signature=ModelSignature(Schema([inputs]), Schema([outputs])), input_example=example,

@@ -139,7 +139,9 @@ def send_figures(run: MlflowRun) -> None:
             if any(image.startswith(f"{name}+step+{step}+") for image in sent):
                 continue
             try:
-                image = Image.open(io.BytesIO(draw_evaluation(name, evaluation))).convert("RGB")
+                if not (png := draw_evaluation(name, evaluation)):
+                    continue
+                image = Image.open(io.BytesIO(png)).convert("RGB")
             except Exception as error:
                 connection.log(f"{name} of step {step} is not shown: {connection.root_cause(error)}")
             else:

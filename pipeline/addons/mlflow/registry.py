@@ -77,6 +77,7 @@ def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
         mlmodel = yaml.load(text, _Loader)
         has_code = any(flavor.get("code") for flavor in mlmodel["flavors"].values())
         config, classes = mlmodel["metadata"]["config"], mlmodel["metadata"]["classes"]
+        several_labels = mlmodel["metadata"].get("several_labels") is True
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in [config, *classes]):
             raise TypeError
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
@@ -88,7 +89,8 @@ def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
     expected = meta_model(from_yaml(config, uri).model, len(classes)).state_dict()
     program = _download(artifacts, "data/model.pt2", _MAX_BYTES, scratch)
     weights = read_weights(program, "model.", expected)  # `ExportedModel` names its model `model`
-    return {"config": config, "classes": classes, "model": weights, "average": None}
+    parts = {"config": config, "classes": classes, "model": weights, "average": None}
+    return parts | {"several_labels": several_labels}
 
 
 def _download(artifacts: str, name: str, limit: int, scratch: Path) -> Path:

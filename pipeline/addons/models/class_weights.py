@@ -15,6 +15,7 @@ from pipeline.config.load import MAX_YAML_BYTES, parse_yaml, read_limited
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError
+from pipeline.lazy import addon
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,10 @@ def read_file(tree: dict[str, Any]) -> None:
 
 
 def check(config: Config, source: Source) -> None:
-    """Raise RequestError for a class without a weight, or a weight without a class."""
+    """Raise RequestError for weights that do not fit the classes, or another key the labels."""
+    of_one_label = {"data.balance": config.data.balance != "none", "model.teacher": config.model.teacher}
+    for key in [key for key, is_used in of_one_label.items() if is_used and source.label_sets]:
+        raise RequestError(f"{key} needs one label a picture, and the data has several", "leave it out")
     if config.train.watch == "val/map" and not source.label_sets:
         raise RequestError("train.watch=val/map needs several labels a picture", "give val/top1 or val/loss")
     if isinstance(config.train.class_weights, dict):
@@ -61,6 +65,7 @@ def tensor(config: Config, source: Source, device: "torch.device") -> "torch.Ten
     """Return the weight of each class, [classes] float32 on the device, or None without weights.
 
     balanced is scikit-learn's, images / (classes × images of the class), of classes with images.
+    With several labels a picture it is other images / images of the class, of the positive targets.
     """
     import torch
 
@@ -72,5 +77,9 @@ def tensor(config: Config, source: Source, device: "torch.device") -> "torch.Ten
         return torch.tensor([by_name[class_of(name)] for name in source.classes], device=device)
     counts = np.bincount(source.train.labels, minlength=classes)
     weights = counts.sum() / (np.count_nonzero(counts) * counts.clip(1))
+    if source.label_sets:
+        sets = np.bincount(source.train.labels, minlength=len(source.label_sets))
+        counts = sets @ addon("models.several_labels").class_matrix(source)
+        weights = (len(source.train) - counts).clip(1) / counts.clip(1)
     weights[counts == 0] = 1
     return torch.tensor(np.sqrt(weights) if given == "sqrt" else weights, dtype=torch.float32, device=device)

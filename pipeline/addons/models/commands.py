@@ -60,7 +60,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_best(parser: Parser) -> None:
-    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
+    help = "use the run's best checkpoint (the highest top-1 or mAP in validation) instead of the last"
     parser.add_argument("--best", action="store_true", help=help)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline import machine
 from pipeline.addons.deploy.processes import start_processes
 from pipeline.addons.models.inputs import check_target, for_evaluation
-from pipeline.addons.models.validation import open_validation
+from pipeline.addons.models.validation import as_trained, open_validation
 from pipeline.addons.run import portable
 from pipeline.config.load import MAX_YAML_BYTES, from_yaml, read_limited
 from pipeline.errors import RequestError
@@ -56,14 +56,16 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
     terminal = make_terminal(is_main=here.is_main)
     group = join(config, here)
-    source = broadcast_source(config, group, source)
+    source = as_trained(broadcast_source(config, group, source), contents)
     model = eval_model(contents, config.model).to(group.device)
-    evaluator = Evaluator(model, source.val, config, divide_resources(config, here), group)
+    evaluator = Evaluator(model, source, config, divide_resources(config, here), group)
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
-    balanced = f"balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f}"
-    classes = f"{result.evaluation.classes} of {len(source.classes)} classes"
-    log_evaluation("validation", result, terminal, f", {balanced} over {classes}")
+    balanced = result.evaluation.balanced_accuracy
+    classes = f", {result.evaluation.classes} of {len(source.classes)} classes"
+    if not source.label_sets:
+        classes = f", balanced accuracy {balanced or 0:.4f} over {classes[2:]}"
+    log_evaluation("validation", result, terminal, classes)
     group.shutdown()
     weights = f"sha256:{weights_digest(eval_weights(contents))}"
     return result.evaluation.done_line(contents["epoch"], weights)

@@ -18,6 +18,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,11 +27,12 @@ from pipeline.addons.models.eval_batches import EvalBatches, evaluation_geometry
 from pipeline.addons.report.predictions import Predictions
 from pipeline.config.schema import Config
 from pipeline.data.batch import NO_LABEL, Batch
-from pipeline.data.interface import Images
+from pipeline.data.interface import Source
 from pipeline.data.loader import batches
 from pipeline.data.transfer import to_device
 from pipeline.errors import BadImage
 from pipeline.group import Group
+from pipeline.lazy import addon
 from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
@@ -38,11 +40,11 @@ from pipeline.record.terminal import Terminal
 from pipeline.train.evaluation import CONFIDENCE_UNIT, LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
 from pipeline.train.listener import Evaluated
 
-_IMAGE_LOSS_UNIT = 2**40
+IMAGE_LOSS_UNIT = 2**40
 
 
 class Evaluator:
-    """Evaluates a model on a split of images.
+    """Evaluates a model on the validation images.
 
     predict: the function that all processes call together in place of `model`
     (`Strategy.make_predictor`), or None.
@@ -51,19 +53,19 @@ class Evaluator:
     def __init__(
         self,
         model: nn.Module,
-        images: Images,
+        source: Source,
         config: Config,
         resources: Resources,
         group: Group,
         predict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.images = images
+        self.images, self._source = source.val, source
         self._model, self._predict = model, predict
-        self._data = EvalBatches(images, config)
+        self._data = EvalBatches(source.val, config)
         self._config, self._resources, self._group = config, resources, group
         # of a small set, the batches of the first evaluation serve the later ones
         self._kept: list[Batch] = []
-        self._keeps = validation_bytes(config, len(images), group.size, group.device.type) > 0
+        self._keeps = validation_bytes(config, len(source.val), group.size, group.device.type) > 0
         self._normalise = Normalise(group.device, config.model)
 
     def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> Evaluated | None:
@@ -77,6 +79,8 @@ class Evaluator:
         positions = range(group.rank, len(self._data), group.size)[len(self._kept) :]
         loader = batches(self._data, positions, self._resources, pin=device.type == "cuda")
         loaded = chain(tuple(self._kept), to_device(loader, device))
+        several = addon("models.several_labels") if self._source.label_sets else None
+        scores = several and several.Scores(self._source, device)
         # a column for each image, see `_count`
         counts = torch.zeros((7, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
@@ -93,7 +97,9 @@ class Evaluator:
                             # a copy: the memory of a batch is its worker's, and used again
                             self._kept.append(batch._replace(images=batch.images.clone()))
                         first = int(batch.ids[0])
-                        counts[:, first : first + len(batch.ids)] = self._count(batch)
+                        views = self._logits_of_views(self._normalise(batch.images))
+                        count = scores.add if scores else self._count
+                        counts[:, first : first + len(batch.ids)] = count(batch, views)
                         defects += batch.defects
                     elif self._predict:  # the other processes need this one's part of the model
                         size = evaluation_geometry(self._config.evaluate, self._config.augment)[0]
@@ -112,7 +118,14 @@ class Evaluator:
         found = sorted(defect for part in group.all_gather(defects) for defect in part)
         bad_images = [BadImage(sample, self.images.name(sample), reason) for sample, reason in found]
         # the sum over the processes is what one of them set
-        seen, labels, predicted, top5, plain, confidence, losses = group.all_reduce(counts).numpy()
+        totals = group.all_reduce(counts).numpy()
+        figures = scores.figures(step, totals, group) if scores else self._figures(step, totals)
+        evaluation, predictions = figures
+        return Evaluated(evaluation, predictions, bad_images)
+
+    def _figures(self, step: int, totals: NDArray[np.int64]) -> tuple[Evaluation, Predictions]:
+        """Return the figures and the predictions. totals: the columns of all images."""
+        seen, labels, predicted, top5, plain, confidence, losses = totals
         labels = labels - 1
         predictions = Predictions(
             labels.astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
@@ -124,24 +137,23 @@ class Evaluator:
             total=len(self.images),
             correct1=int(((predicted == labels) & (labels != NO_LABEL)).sum()),
             correct5=int(top5.sum()),
-            loss_sum=loss_sum * LOSS_UNIT // _IMAGE_LOSS_UNIT,
+            loss_sum=loss_sum * LOSS_UNIT // IMAGE_LOSS_UNIT,
             not_finite=int((predicted == NO_PREDICTION).sum()),
-            nll=loss_sum / _IMAGE_LOSS_UNIT / max(1, int((labels >= 0).sum())),
+            nll=loss_sum / IMAGE_LOSS_UNIT / max(1, int((labels >= 0).sum())),
             ece=predictions.calibration_error(),
             balanced_accuracy=predictions.balanced_accuracy(),
             classes=predictions.classes_with_images,
             correct1_plain=int(plain.sum()) if self._config.evaluate.flip else None,
         )
-        return Evaluated(evaluation, predictions, bad_images)
+        return evaluation, predictions
 
-    def _count(self, batch: Batch) -> Tensor:
-        """Evaluate a batch. Return a column for each image, [7, B] int64 on the device.
+    def _count(self, batch: Batch, views: list[Tensor]) -> Tensor:
+        """Return a column for each image of a batch, [7, B] int64 on the device.
 
         Its rows: 1, the label + 1, the predicted class, is the label among the first five, is the
         prediction right without the mirror image, the confidence, the loss.
         """
         labels = batch.labels
-        views = self._logits_of_views(self._normalise(batch.images))
         logits = torch.stack(views).mean(0)
         finite = logits.isfinite().all(1)
         top5 = logits.topk(min(5, logits.shape[1]), 1).indices
@@ -156,7 +168,7 @@ class Evaluator:
             (top5 == labels[:, None]).any(1) & finite,
             (views[0].argmax(1) == labels) & views[0].isfinite().all(1),
             confidence.mul(CONFIDENCE_UNIT).round().to(torch.int64),
-            losses.mul(_IMAGE_LOSS_UNIT).round().to(torch.int64),
+            losses.mul(IMAGE_LOSS_UNIT).round().to(torch.int64),
         ])  # fmt: skip
 
     def _logits_of_views(self, images: Tensor) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeline.addons.models.eval_batches import evaluation_geometry
 from pipeline.addons.models.inputs import for_evaluation, target_of
 from pipeline.addons.models.picture import PictureModel
-from pipeline.addons.models.trained import ExportedModel, eval_model, eval_weights, weights_digest
+from pipeline.addons.models.trained import ExportedModel, eval_weights, exported_model, weights_digest
 from pipeline.addons.models.validation import open_validation
 from pipeline.config.schema import Config
 from pipeline.data.augment import center_crop
@@ -55,7 +55,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str], *, t
     geometry = evaluation_geometry(config.evaluate, config.augment)
     pictures, description = _comparison_pictures(config, contents, trained, overrides)
     pixels = torch.stack([center_crop(picture, *geometry) for picture in pictures]).float()
-    served = original = ExportedModel(eval_model(contents, config.model), config.model).eval()
+    served = original = exported_model(contents, config.model)
     with torch.inference_mode():
         expected = original(pixels)
     if not expected.isfinite().all():
@@ -65,7 +65,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str], *, t
     if takes_pixels:
         given, expected, tolerance = [pixels, *pixels[:, None]], expected.repeat(2, 1), _PIXELS_TOLERANCE
     else:
-        served = PictureModel(original.model, geometry, config.model).eval()
+        served = PictureModel(original.model, geometry, config.model, original.several_labels).eval()
         given, tolerance = [picture.permute(1, 2, 0) for picture in pictures], _PICTURE_TOLERANCE
 
     folder = source.absolute().parent
@@ -171,7 +171,7 @@ def _write_safetensors(
     path.write_bytes(save(weights, metadata))  # save_file makes a file that only its owner can read
     loaded = build(config.model, len(json.loads(metadata["classes"])))
     load_weights(loaded, load(path.read_bytes()))
-    return ExportedModel(loaded, config.model).eval()
+    return ExportedModel(loaded, config.model, served.several_labels).eval()
 
 
 _FORMATS: dict[str, tuple[str, tuple[str, ...], Callable[..., Predictor]]] = {

@@ -19,8 +19,10 @@ _MAX_WEIGHT, _MAX_PRECISION = 2**15 - 0.5, 22
 class PictureModel(ExportedModel):
     """The model with resize, centre crop, normalisation and softmax."""
 
-    def __init__(self, model: nn.Module, geometry: tuple[int, int], options: Model) -> None:
-        super().__init__(model, options)
+    def __init__(
+        self, model: nn.Module, geometry: tuple[int, int], options: Model, several_labels: bool | None = False
+    ) -> None:
+        super().__init__(model, options, several_labels)
         self.size, self.resize = geometry
 
     def forward(self, picture: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
-from pipeline.addons.models.trained import ExportedModel, eval_model
+from pipeline.addons.models.trained import exported_model
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import batches
 from pipeline.device import choose_device
@@ -86,7 +86,7 @@ def classify(
     """Yield (image, defect or "", its most probable classes and their probabilities)."""
     config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), launcher.this_world()
     device = choose_device(config, here)
-    model = ExportedModel(eval_model(contents, config.model), config.model).eval().to(device)
+    model = exported_model(contents, config.model).to(device)
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name) for name in contents["classes"]]
     addon("datasets.images")  # before loader workers are forked

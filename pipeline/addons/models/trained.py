@@ -36,11 +36,11 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
 
 
 class ExportedModel(nn.Module):
-    """The model with normalisation and softmax."""
+    """The model with normalisation and softmax; with several labels a picture, sigmoid."""
 
-    def __init__(self, model: nn.Module, options: Model) -> None:
+    def __init__(self, model: nn.Module, options: Model, several_labels: bool | None = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.several_labels = model, several_labels
         self.mean: Tensor
         self.std: Tensor
         mean, std = mean_and_std(options)
@@ -50,7 +50,12 @@ class ExportedModel(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Return probabilities [B, classes]. pixels: [B, 3, H, W] float32 in 0..255."""
         logits: Tensor = self.model((pixels - self.mean) / self.std)
-        return logits.softmax(1)
+        return logits.sigmoid() if self.several_labels else logits.softmax(1)
+
+
+def exported_model(contents: dict[str, Any], options: Model) -> ExportedModel:
+    """Return the model in a checkpoint from pixels to probabilities. Raises as `eval_model`."""
+    return ExportedModel(eval_model(contents, options), options, contents.get("several_labels")).eval()
 
 
 def weights_digest(weights: dict[str, Tensor]) -> str:

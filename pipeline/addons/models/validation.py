@@ -19,7 +19,6 @@ from pipeline.addons.datasets.sources import (
     open_pack,
     open_source,
     refuse_images_inside,
-    refuse_label_sets,
     source_from_index,
 )
 from pipeline.addons.datasets.table import Table
@@ -134,11 +133,28 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
 
 def _relabelled(config: Config, index: Index, classes: tuple[str, ...]) -> Index:
     """Return the validation images labelled as a model of `classes` counts."""
-    refuse_label_sets(index)
     _check_classes(config, index.classes, classes)
     known = {class_of(name): label for label, name in enumerate(classes)}
     labels = np.array([known[class_of(name)] for name in index.classes], np.int32)
+    if index.label_sets:  # each image keeps the number of its set
+        sets = tuple(tuple(sorted(labels[[*names]].tolist())) for names in index.label_sets)
+        return replace(index, classes=classes, label_sets=sets)
     return replace(index, val=replace(index.val, labels=labels[index.val.labels]), classes=classes)
+
+
+def as_trained(source: Source, contents: dict[str, Any]) -> Source:
+    """Return the source, with sets of one label for a model that gives several.
+
+    Raises RequestError, in all processes, for several labels a picture if the model gives one.
+    """
+    if contents.get("several_labels"):
+        return replace(
+            source, label_sets=source.label_sets or tuple((i,) for i in range(len(source.classes)))
+        )
+    if source.label_sets:
+        problem = "the data has several labels a picture, and the model was trained to give one"
+        raise RequestError(problem, "give data with one label a picture").collective()
+    return source
 
 
 def _check_classes(config: Config, names: tuple[str, ...], classes: tuple[str, ...]) -> None:

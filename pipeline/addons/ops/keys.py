@@ -112,6 +112,13 @@ def parse_arguments(value: object) -> dict[str, Any]:
     }
 
 
+def check_columns(names: dict[str, Any]) -> dict[str, Any]:
+    """Return names of a table's columns; raise ValueError if one is for none that is used."""
+    if names.keys() - {"path", "image", "label", "split", "group"}:
+        raise ValueError("not a column of a table")
+    return names
+
+
 def _parse_argument(value: object) -> Argument:
     """Return the value that a word means: a number, true, false, none, or itself."""
     if value is None or isinstance(value, int | float):

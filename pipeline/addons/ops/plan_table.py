@@ -52,6 +52,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         else "",
         "normalised": f"mean and deviation {plan.normalised}" if plan.normalised else "",
         "frozen": f"parts of the model, for {plan.unfreeze_step:,} steps" if plan.unfreeze_step else "",
+        "loss": "binary cross-entropy of each class: pictures have several labels" if plan.label_sets else "",
         "learning rate": f"{plan.peak_lr:.6g} = {plan.peak_lr * 256 / plan.global_batch:.6g} ×"
         f" {plan.global_batch} / 256 (optimizer.lr is for 256 images), {plan.schedule}{warmup}",
         "validation": f"every {plan.evaluate_every:,} steps, {math.ceil(plan.val_images / plan.eval_batch):,}"

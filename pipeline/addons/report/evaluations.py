@@ -6,7 +6,8 @@ complete or absent.
 """
 
 import io
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -14,7 +15,7 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.addons.report.predictions import Predictions
+from pipeline.addons.report.predictions import ClassPrecisions, Predictions
 from pipeline.record.folder import RunFolder
 from pipeline.train.evaluation import NO_PREDICTION
 
@@ -27,7 +28,8 @@ _MAX_BYTES = 256 << 20
 class SavedEvaluation:
     """One evaluation, with all that its figures need."""
 
-    predictions: Predictions
+    predictions: Any
+    """`Predictions`, or with several labels a picture `ClassPrecisions`."""
     classes: list[str]
     mistakes: NDArray[np.int64]
     """[K]: ids of the mistakes that are shown."""
@@ -41,8 +43,13 @@ def find_mistakes(predictions: Predictions) -> NDArray[np.int64]:
     return np.flatnonzero(is_known & (predictions.labels != predictions.predicted))
 
 
-def most_confident_mistakes(predictions: Predictions, count: int) -> NDArray[np.int64]:
-    """Return the ids of the `count` most confident mistakes, the worst first."""
+def most_confident_mistakes(predictions: Predictions | ClassPrecisions, count: int) -> NDArray[np.int64]:
+    """Return the ids of the `count` most confident mistakes, the worst first.
+
+    None with several labels a picture.
+    """
+    if isinstance(predictions, ClassPrecisions):
+        return np.empty(0, np.int64)
     wrong = find_mistakes(predictions)
     return wrong[np.argsort(-predictions.confidence[wrong], kind="stable")][:count]
 
@@ -90,9 +97,12 @@ def save_evaluation(folder: RunFolder, step: int, evaluation: SavedEvaluation) -
 
 def load_evaluation(path: Path) -> SavedEvaluation:
     """Return a saved evaluation. Raises ValueError if it cannot be read."""
-    names = ("labels", "predicted", "confidence", "classes", "shown", "pixels")
-    labels, predicted, confidence, classes, mistakes, pixels = _load(path, *names)
-    return SavedEvaluation(Predictions(labels, predicted, confidence), classes.tolist(), mistakes, pixels)
+    kind: type[Predictions | ClassPrecisions] = Predictions
+    with suppress(Exception), ZipFile(path) as archive:  # a damaged file is named below
+        kind = ClassPrecisions if "precisions.npy" in archive.namelist() else Predictions
+    names = [field.name for field in fields(kind)]
+    *found, classes, mistakes, pixels = _load(path, *names, "classes", "shown", "pixels")
+    return SavedEvaluation(kind(*found), classes.tolist(), mistakes, pixels)
 
 
 def last_evaluation(report: Path) -> SavedEvaluation:

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.evaluations import SavedEvaluation
+from pipeline.addons.report.predictions import ClassPrecisions
 from pipeline.errors import one_line
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -38,14 +39,15 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
     paths = {name: folder.report / f"{name}.png" for name in draws}
     for name, draw in draws.items():
         try:
-            folder.write(paths[name], draw())
+            if png := draw():
+                folder.write(paths[name], png)
         except Exception as error:  # whatever is damaged: the rest is drawn
             log(f"{name}.png cannot be drawn: {one_line(error, 300) or type(error).__name__}")
     return [path for path in paths.values() if path.exists()]
 
 
 def draw_curves(journal: Path) -> bytes:
-    """Draw loss, top-1 accuracy and learning rate by step, and mark where the run resumed."""
+    """Draw loss, top-1 or mAP, and learning rate by step, and mark where the run resumed."""
     points: dict[str, dict[int, float]] = defaultdict(dict)
     resumes: list[int] = []
     last = 0
@@ -57,7 +59,9 @@ def draw_curves(journal: Path) -> bytes:
             last = row["step"]
         last = max(last, row.get("step", 0))
     figure = _figure(10, 3)
-    for axes, (title, metric) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
+    accuracy = ("mean average precision", "map") if points["val/map"] else _CURVES[1]
+    curves = (_CURVES[0], accuracy, _CURVES[2])
+    for axes, (title, metric) in zip(figure.subplots(1, len(curves)), curves, strict=True):
         for split, label in (("train", "training"), ("val", "validation")):
             # steps after the last one were discarded by a restart, and are not trained again yet
             curve = [point for point in sorted(points[f"{split}/{metric}"].items()) if point[0] <= last]
@@ -75,9 +79,14 @@ def draw_curves(journal: Path) -> bytes:
 
 
 def draw_evaluation(name: str, saved: Path) -> bytes:
-    """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged."""
-    step = evaluations.step_of_evaluation(saved)
-    return EVALUATION_FIGURES[name](evaluations.load_evaluation(saved), f"step {step:,}")
+    """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged.
+
+    With several labels a picture it is b"", but for the figure of each class.
+    """
+    step, evaluation = evaluations.step_of_evaluation(saved), evaluations.load_evaluation(saved)
+    if name != "classes" and isinstance(evaluation.predictions, ClassPrecisions):
+        return b""
+    return EVALUATION_FIGURES[name](evaluation, f"step {step:,}")
 
 
 def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
@@ -114,21 +123,32 @@ def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
 
 
 def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
-    """Draw the accuracy of each class that has images; of many classes the worst ones."""
-    correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
+    """Draw the accuracy of each class that has images; of many classes the worst ones.
+
+    With several labels a picture it is the average precision.
+    """
+    found = evaluation.predictions
+    if isinstance(found, ClassPrecisions):
+        images, shares, texts = found.images, found.precisions, [f"{count:,}" for count in found.images]
+        name, axis = "average precision", "average precision, and images of the class"
+    else:
+        correct, images = found.count_correct(len(evaluation.classes))
+        shares = correct / np.maximum(1, images)
+        texts = [f"{right:,}/{count:,}" for right, count in zip(correct, images, strict=True)]
+        name, axis = "top-1 accuracy", "correct images / images of the class"
     known = np.flatnonzero(images)
-    by_recall = known[np.argsort(correct[known] / images[known], kind="stable")]
-    shown = [(int(label), int(correct[label]), int(images[label])) for label in by_recall[:_MAX_BARS]][::-1]
+    shown = known[np.argsort(shares[known], kind="stable")][:_MAX_BARS][::-1].tolist()
     figure = _figure(6.5, 0.9 + 0.2 * len(shown))
     axes = figure.subplots()
-    bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
-    axes.bar_label(bars, [f"{correct:,}/{images:,}" for _, correct, images in shown], padding=3, fontsize=7)
-    names = [drawn_name(evaluation.classes[label], label) for label, _, _ in shown]
-    axes.set_yticks(range(len(shown)), names, **_style(7))
+    bars = axes.barh(range(len(shown)), shares[shown])
+    axes.bar_label(bars, [texts[label] for label in shown], padding=3, fontsize=7)
+    axes.set_yticks(
+        range(len(shown)), [drawn_name(evaluation.classes[label], label) for label in shown], **_style(7)
+    )
     axes.set_xlim(0, 1.15)
-    axes.set_xlabel("correct images / images of the class", fontsize=8)
+    axes.set_xlabel(axis, fontsize=8)
     part = f"the worst {len(shown)} of {len(known):,} classes" if len(shown) < len(known) else "each class"
-    axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
+    axes.set_title(f"{name} of {part}, {title}", fontsize=10)
     return _png(figure)
 
 

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from pipeline.record.journal import read
 FILE_NAME = "index.html"
 _TEMPLATE = Path(__file__).with_name("page.html")
 _CONFUSIONS = 10  # rows in the table of frequent confusions
+_OF_ONE_LABEL = ("confusion matrix", "frequent confusions", "reliability diagram", "mistakes")
 
 
 def write_page(folder: RunFolder) -> Path:
@@ -52,11 +54,15 @@ def render_page(folder: RunFolder) -> str:
         "time budget": _time_budget, "evaluations": _evaluations, "receipt": make_receipt,
         "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
-    shown: dict[str, Any] = {}
+    shown: dict[str, Any] = {"several_labels": False}
+    with suppress(Exception):  # a damaged file is named below
+        plan = parse_json(folder.plan.read_text(encoding="utf-8"))
+        shown["several_labels"] = plan.get("label_sets", 0) > 0
     left_out: dict[str, str] = {}
     for name, make in parts.items():
+        is_shown = not (shown["several_labels"] and name in _OF_ONE_LABEL)
         try:
-            shown[name.replace(" ", "_")] = make(folder)
+            shown[name.replace(" ", "_")] = make(folder) if is_shown else None
         except Exception as error:  # whatever is damaged: the rest is shown
             shown[name.replace(" ", "_")] = None
             left_out[name] = f"{type(error).__name__}: {error}"
@@ -120,8 +126,10 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
 
 
 def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
-    keys, rows = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece"), []
+    rows = []
     for row in make_receipt(folder)["evaluations"]:
+        first = ("map", "f1", "subset") if "map" in row else ("top1", "top5", "balanced_accuracy")
+        keys = (*first, "loss", "train_loss", "ece")
         numbers = ("–" if row.get(key) is None else f"{row[key]:.4f}" for key in keys)
         rows.append(([row["step"], *numbers, row["images"]], row["weights"], row["weights"][7:23]))
     return rows

@@ -44,23 +44,10 @@ class Predictions:
         recalls = correct[images > 0] / images[images > 0]
         return math.fsum(recalls) / len(recalls) if len(recalls) else None
 
-    def recalls(self, classes: Sequence[str]) -> dict[str, float]:
-        """Return the recall of each class that has images, by a name that MLflow takes.
-
-        Empty if there are more than `_MAX_RECALLS` classes.
-        """
-        if len(classes) > _MAX_RECALLS:
-            return {}
+    def by_class(self, classes: Sequence[str]) -> dict[str, float]:
+        """Return the recall of each class that has images, by a name that MLflow takes."""
         correct, images = self.count_correct(len(classes))
-        names = [re.sub(r"[^\w .-]", "_", name)[:100] for name in classes]
-        counts = Counter(names)
-        recalls = {}
-        for label in np.flatnonzero(images).tolist():
-            name = names[label]
-            if counts[name] > 1 or not name.strip("."):  # MLflow refuses "", "." and ".." as a part of a path
-                name += f"_{label}"
-            recalls[name] = float(correct[label] / images[label])
-        return recalls
+        return _by_class("recall", classes, correct / np.maximum(1, images), images)
 
     def calibration(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the images, the correct ones and the sum of confidences of 15 bins, [15] each.
@@ -85,3 +72,34 @@ class Predictions:
         images, correct, confidence = self.calibration()
         distance = sum(np.abs(correct * CONFIDENCE_UNIT - confidence).tolist())
         return distance / CONFIDENCE_UNIT / int(images.sum()) if images.any() else None
+
+
+@dataclass(frozen=True)
+class ClassPrecisions:
+    """The figures of each class, in place of `Predictions` with several labels a picture."""
+
+    precisions: NDArray[np.float64]
+    """[classes]: the average precision; 0 for a class without an image."""
+    images: NDArray[np.int64]
+    """[classes]: the images that have the class."""
+
+    def by_class(self, classes: Sequence[str]) -> dict[str, float]:
+        """Return the average precision of each class that has images, see `Predictions`."""
+        return _by_class("ap", classes, self.precisions, self.images)
+
+
+def _by_class(
+    figure: str, classes: Sequence[str], values: NDArray[np.float64], images: NDArray[np.int64]
+) -> dict[str, float]:
+    """Return a figure of each class that has images. Empty for more than `_MAX_RECALLS` classes."""
+    if len(classes) > _MAX_RECALLS:
+        return {}
+    names = [re.sub(r"[^\w .-]", "_", name)[:100] for name in classes]
+    counts = Counter(names)
+    found = {}
+    for label in np.flatnonzero(images).tolist():
+        name = names[label]
+        if counts[name] > 1 or not name.strip("."):  # MLflow refuses "", "." and ".." as a part of a path
+            name += f"_{label}"
+        found[f"{figure}/{name}"] = float(values[label])
+    return found

@@ -51,7 +51,8 @@ class ToReport(Listener):
         images = batch.images
         if len(batch.mix):
             images = mix_images(images.float(), batch.mix).round().to(torch.uint8)
-        captions = [source.classes[label] for label in batch.labels.tolist()]
+        name_of = source.index.label_name if source.label_sets else source.classes.__getitem__
+        captions = [name_of(label) for label in batch.labels.tolist()]
         pixels = _small(images).numpy()
         self._keep(lambda: evaluations.save_augmented(self._folder, pixels, captions))
 

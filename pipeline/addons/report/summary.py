@@ -4,7 +4,7 @@ import shlex
 import time
 from typing import Any
 
-from pipeline.addons.run.receipt import make_receipt, rank
+from pipeline.addons.run.receipt import headline, make_receipt, rank
 from pipeline.config.schema import Config
 from pipeline.errors import count_of
 from pipeline.record.folder import RunFolder
@@ -56,9 +56,8 @@ def describe_run(folder: RunFolder, config: Config) -> str:
         f"{status}: `{run['line']}`" if run["line"] else status,
     ]
     if best:
-        paragraphs.append(
-            f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images)."
-        )
+        name, value = headline(best)
+        paragraphs.append(f"Best: {name} {value:.4f} at step {best['step']:,} ({best['images']} images).")
     command = repeat_command(run["receipt"]["plan"]["world"])
     paragraphs += ["To repeat it, with the file `config.yaml` from the artifacts:", f"```\n{command}\n```"]
     if config.is_deterministic:

@@ -51,10 +51,9 @@ class ToJournal(Listener):
 
     def evaluated(self, result: Evaluated) -> None:
         evaluation = result.evaluation
-        recalls = result.predictions.recalls(self._job.source.classes)
-        figures = {"top1": evaluation.top1, "top5": evaluation.top5, "images": float(evaluation.images)}
-        figures |= evaluation.figures
-        self.measured(evaluation.step, {f"val/recall/{name}": value for name, value in recalls.items()})
+        by_class = result.predictions.by_class(self._job.source.classes)
+        figures = {**evaluation.main, "images": float(evaluation.images), **evaluation.figures}
+        self.measured(evaluation.step, {f"val/{name}": value for name, value in by_class.items()})
         self.measured(evaluation.step, {f"val/{name}": value for name, value in figures.items()})
         self._event("evaluated", **result.row)
 

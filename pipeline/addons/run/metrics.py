@@ -27,6 +27,7 @@ class Metrics:
 
     def __init__(self, job: Job, process: Process, strategy: Strategy) -> None:
         self._plan, self._group, self._timer = job.plan, process.group, process.timer
+        self._accuracy = "train/subset" if job.source.label_sets else "train/top1"
         self._mfu = MfuMeter(job.config, job.plan, process.group)
         self._pop_failed_reads = addon("store.ranges").pop_failures if job.config.is_in_store else list
         self._has_new_steps = False
@@ -60,7 +61,7 @@ class Metrics:
         images_per_s = self._steps * self._plan.global_batch / elapsed
         metrics = {
             "train/loss": loss / LOSS_UNIT / images,
-            "train/top1": correct / images,
+            self._accuracy: correct / images,
             "train/lr": self._plan.learning_rate(step - 1),
             "train/epoch": step / self._plan.steps_per_epoch,
             "time/images_per_s": images_per_s,

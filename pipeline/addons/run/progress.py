@@ -58,7 +58,7 @@ class ToTerminal(Listener):
             f"step {step:,}/{plan.last_step:,}",
             f"loss {metrics['train/loss']:.4f}",
             f"{format_duration(seconds_left)} left",
-            "" if update.best_top1 is None else f"best top-1 {update.best_top1:.4f}",
+            f"best {update.best.headline}" if update.best else "",
             f"{metrics['time/images_per_s']:,.0f} images/s",
             f"lr {metrics['train/lr']:.3g}",
             f"waiting for data {metrics['time/waiting_for_data']:.0%}",
@@ -75,11 +75,13 @@ def log_evaluation(title: str, result: Evaluated, terminal: Terminal, note: str)
 
 def describe_evaluation(found: Evaluation) -> str:
     """Return the figures of an evaluation as a line."""
-    figures = {"loss": math.nan} | found.figures
-    names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
+    figures = {**found.main, "loss": math.nan, **found.figures}
+    names = {
+        "top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1", "subset": "all labels right",
+        "loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images",
+    }  # fmt: skip
     shown = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
-    line = f"top-1 {found.top1:.4f}, top-5 {found.top5:.4f}, {', '.join(shown)}"
-    line += f", {found.images} of {found.total} images"
+    line = f"{', '.join(shown)}, {found.images} of {found.total} images"
     if found.not_finite:
         line += (
             f"; the logits of {found.not_finite} of {found.images} images are not finite: they count as"
@@ -96,7 +98,7 @@ def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
     if best is None:
         rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
     elif file:
-        rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}: {file}"
+        rows["best"] = f"step {best.step:,}, {best.headline}: {file}"
     if config.track.report:
         rows["report"] = str(folder.report / "index.html")
     uri = addon("mlflow.uri").tracking_uri(config, folder)

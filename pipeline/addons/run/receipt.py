@@ -34,10 +34,15 @@ _NAMES = {
 }  # fmt: skip
 
 
+def headline(row: dict[str, Any]) -> tuple[str, float]:
+    """Return the name and value of the figure that a model is known by."""
+    return ("mAP", row["map"]) if "map" in row else ("top-1", row["top1"])
+
+
 def rank(row: dict[str, Any], watch: str = "") -> tuple[float, float, int]:
     """Return what the best evaluation has the highest of: see `TrainState.add_evaluation`."""
     loss = row.get("loss")
-    figures = float(row["top1"]), -(math.inf if loss is None else float(loss))
+    figures = float(headline(row)[1]), -(math.inf if loss is None else float(loss))
     first, second = figures[::-1] if watch == "val/loss" else figures
     return first, second, -int(row["step"])
 
@@ -118,8 +123,7 @@ def receipt_row(state: "TrainState") -> dict[str, Any]:
         "step": evaluation.step,
         "weights": f"sha256:{digest}",
         "tensors": checksums,
-        "top1": evaluation.top1,
-        "top5": evaluation.top5,
+        **evaluation.main,
         "loss": None,  # JSON has no NaN
         **evaluation.figures,
         "images": f"{evaluation.images}/{evaluation.total}",
@@ -151,7 +155,7 @@ class ToReceipt(Listener):
 
 
 def best_checkpoint(target: str) -> Path:
-    """Return the checkpoint with the highest top-1 in validation; of equals that of lower loss.
+    """Return the checkpoint with the best validation: see `rank`.
 
     target: the run's folder. Raises RequestError if it is none or keeps no evaluated checkpoint.
     """
