@@ -36,8 +36,9 @@ def why_ignored(name: bytes) -> str:
 
 def normal_path(path: bytes) -> bytes:
     """Return a path in Unicode's form NFC: macOS may spell an accent as a character of its own."""
-    with suppress(UnicodeDecodeError):
-        return path if path.isascii() else unicodedata.normalize("NFC", path.decode()).encode()
+    if not path.isascii():
+        with suppress(UnicodeDecodeError):
+            return unicodedata.normalize("NFC", path.decode()).encode()
     return path
 
 

@@ -34,7 +34,7 @@ from pipeline.errors import RequestError, count_of, list_first, one_line
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t", ".parquet": ""}
 _MAX_ROWS = 20_000_000
-_ODD = re.compile(r"[\\\0]|^[A-Za-z]:|(?:^|/)\.{0,2}(?:/|$)")
+_ODD = re.compile(r"[\\\0]|^\s+$|^[A-Za-z]:|(?:^|/)\.{0,2}(?:/|$)")
 """Matches each path that `Table._clean` changes or refuses."""
 _TRUTH = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 _AS_CSV = "save it as CSV (UTF-8), with commas between the columns"
@@ -253,7 +253,7 @@ class Table:
             if split_at is not None and not (split := splits.get(cells[split_at], "")):
                 split = splits[cells[split_at]] = self._split(row, cells[split_at])
             if group_at is not None:
-                group = class_of(cells[group_at])
+                group = unicodedata.normalize("NFC", cells[group_at].strip())
             image = row, path, label, split, group
             if seen.setdefault(path, image) is not image:
                 repeats.append(image)
@@ -299,9 +299,8 @@ class Table:
         ways: dict[str, set[str]] = defaultdict(set)
         classes = {}
         for label, row in first_rows.items():
-            found = label.split(";") if self._has_sets else [label]
+            found = [] if are_columns else label.split(";") if self._has_sets else [label]
             if are_columns:
-                found = []
                 cells = [label] if isinstance(label, str) else label
                 for name, cell in zip(self.columns["label"], cells, strict=True):
                     if cell.strip().lower() not in _TRUTH:
@@ -349,7 +348,8 @@ class Table:
         images: their positions by their names in NFC. One listing is much faster than a look-up of
         each file on a file server.
         """
-        place, is_empty = os.path.join(os.fsencode(self.root), folder), True
+        place, prefix = os.path.join(os.fsencode(self.root), folder), folder + b"/" if folder else b""
+        is_empty = True
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(place) as entries:
             self._folders[os.fsdecode(folder)] = os.stat(place).st_mtime_ns
             for entry in entries:
@@ -360,7 +360,7 @@ class Table:
                 if entry.is_dir():
                     row, path, *_ = self._images[i]
                     raise self.wrong(row, "path", f"{_shown(path)} is a folder", "give a file")
-                self._names[i], self._sizes[i] = os.path.join(folder, entry.name), size_of(entry)
+                self._names[i], self._sizes[i] = prefix + entry.name, size_of(entry)
         return not is_empty
 
 

@@ -30,6 +30,8 @@ _CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
      "give one on this machine, and keep a copy in a bucket with checkpoint.mirror=s3://bucket/prefix"),
     (lambda c: c.data.source == "folder" and c.data.table,
      "data.table={c.data.table} is for data.source=table", "add it, or leave data.table out"),
+    (lambda c: "://" in (c.data.table or ""), "data.table={c.data.table} is not a file on this machine",
+     "copy it, and pack the images into the bucket with 'pipeline data pack TABLE s3://bucket/prefix'"),
     (lambda c: c.data.source == "table" and not c.data.table, "data.table is missing",
      "data.source=table needs data.table=FILE.csv; 'pipeline data make table FOLDER' writes one"),
     (lambda c: c.data.source in ("folder", "digits") and c.data.split_by == "group",
