@@ -21,6 +21,7 @@ from pipeline.addons.mlflow.model import export_model
 from pipeline.addons.models.picture import PictureModel
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml
+from pipeline.config.sections import Model
 from pipeline.data.augment import center_crop
 from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
@@ -68,7 +69,7 @@ class _Pixels(torch.nn.Module):
 @pytest.mark.parametrize(("size", "resize"), [(32, 37), (32, 32), (224, 256), (65, 30)])
 def test_an_exported_model_sees_the_pixels_of_validation(size: int, resize: int) -> None:
     draw = torch.Generator().manual_seed(size)
-    model = PictureModel(_Pixels(), (size, resize)).eval()
+    model = PictureModel(_Pixels(), (size, resize), Model()).eval()
     model.mean, model.std = torch.zeros(1), torch.ones(1)
     sides = ((1, 1), (1, 300), (300, 1), (2, 9), (8, 8), (37, 33), (size, size), (500, 31), (900, 1201))
     for height, width in sides:
