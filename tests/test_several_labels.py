@@ -264,6 +264,9 @@ def test_all_that_a_run_leaves_knows_several_labels(
     assert all(sum(row) != pytest.approx(1, abs=0.05) for row in shares), "each is a probability of its own"
     assert {name for row in rows for name in (row["top"][0]["class"],)} <= set(NAMES)
 
+    assert "no probability differs" in said(
+        main(["export", str(alone.folder), "--to", "safetensors"]), capsys
+    )
     page = render_page(folder)
     assert "Mean average precision" in page
     assert "Average precision of each class" in page
