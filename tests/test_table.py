@@ -378,6 +378,15 @@ def test_parquet_tables_and_packs_of_images_in_them(capsys: pytest.CaptureFixtur
         )
         with pytest.raises(RequestError, match=error):
             open_here(name="t.parquet")
+    for columns in ({"image": paths, "label": labels}, {"path": paths, "species": labels}):
+        pyarrow.parquet.write_table(pa.table(columns), "t.parquet")
+        with pytest.raises(
+            RequestError, match=f"column .*: missing: there are {', '.join(columns)}: name it"
+        ):
+            open_here(name="t.parquet")
+    pyarrow.parquet.write_table(inside.append_column("split", [["test"] * 6]), "t.parquet")
+    assert main(["data", "check", "t.parquet"]) == 2
+    assert "holds no image with a label" in capsys.readouterr().err
     for data in (b"", b"PAR1" * 9, Path("in.parquet").read_bytes()[:-9]):
         with pytest.raises(RequestError, match="Parquet"):
             index_of(data, name="t.parquet")

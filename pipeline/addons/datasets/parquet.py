@@ -1,5 +1,6 @@
 """Tables in Parquet files: their cells as text, and images that are in the file itself."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,11 @@ import pyarrow.parquet as pq
 
 from pipeline.addons.datasets.index import MISSING, SplitImages
 from pipeline.data.interface import UnreadableError
-from pipeline.errors import RequestError, one_line
+from pipeline.errors import RequestError, list_first, one_line
 from pipeline.files import parse_json
+
+_ERRORS = (pa.ArrowException, ValueError, LookupError, TypeError, AttributeError)
+"""Errors of a damaged file, or of metadata that others wrote."""
 
 
 def rows(table: Any) -> Iterator[tuple[int, Sequence[str]]]:
@@ -20,17 +24,27 @@ def rows(table: Any) -> Iterator[tuple[int, Sequence[str]]]:
     try:
         file = pq.ParquetFile(table.path)
         names = file.schema_arrow.names
+        kind = file.schema_arrow.field(image).type if image in names and path[0] not in names else pa.null()
+        is_inside = pa.types.is_struct(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+        needed = [*([] if is_inside else path), *table.columns["label"]]
+        if missing := [name for name in needed if name not in names]:
+            remedy = f"there are {list_first(names, 8)}: name it in data.columns"
+            raise table.wrong(1, missing[0], "missing", remedy)
+        if is_inside and not table.may_hold_images:
+            make = f"pack them with 'pipeline data pack {shlex.quote(str(table.path))} OUT'"
+            given = f"data.table={table.path} holds the images themselves, which train faster from a pack"
+            raise RequestError(given, f"{make}, and give data.source=pack data.root=OUT")
         read = [name for role in ("path", "label", "split", "group") for name in table.columns[role]]
         read = [name for name in dict.fromkeys(read) if name in names]
         data = file.read(columns=read)
         columns = [_texts(table, name, data) for name in read]
-        if image in names and path[0] not in names:
+        if is_inside:
             read, columns = [*path, *read], [[f"{row:08}" for row in range(2, len(data) + 2)], *columns]
             for group in range(file.num_row_groups):
                 sizes = pc.binary_length(_images(table.path, group, image)).to_pylist()
                 places = [(MISSING if size is None else size, (group, i, 0)) for i, size in enumerate(sizes)]
                 table.images_inside += places
-    except (pa.ArrowException, ValueError, KeyError) as error:  # Arrow's own are kinds of these
+    except _ERRORS as error:
         raise RequestError(f"{table.path} cannot be read as Parquet: {one_line(error)}") from None
     yield 1, read
     yield from enumerate(zip(*columns, strict=True), 2)

@@ -5,7 +5,6 @@ same name, label and file contents. Opening a source needs no torch.
 """
 
 import os
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +73,6 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     elif config.data.source == "table":
         table = Table(config, hold_out_of(config))
         index = table.open_index(config.run_dir / "index", check_sizes=check_sizes)
-        refuse_images_inside(table)
         index = replace(index, upright=config.data.orientation == "apply")
     else:
         ensure_digits(config)
@@ -87,16 +85,9 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     return source_from_index(_place(config), index, config)
 
 
-def refuse_images_inside(table: Table) -> None:
-    """Raise RequestError for a table that holds the images itself: any order of them is slow."""
-    if table.images_inside:
-        problem = f"data.table={table.path} holds the images themselves, which a pack is read faster from"
-        make = f"make one with 'pipeline data pack {shlex.quote(str(table.path))} OUT'"
-        raise RequestError(problem, f"{make}, then give data.source=pack data.root=OUT")
-
-
 def source_of_table(table: Table) -> Source:
-    """Return the images of a table, after looking at all of them."""
+    """Return the images of a table, maybe in the table itself, after looking at all of them."""
+    table.may_hold_images = True
     index = table.scan()
     if not table.images_inside:
         return source_from_index(table.root, index)

@@ -55,6 +55,8 @@ class Table:
         given = {role: self._given.get(role, role) for role in ("path", "image", "label", "split", "group")}
         self.columns = {role: [name] if isinstance(name, str) else name for role, name in given.items()}
         """The names of the columns by their roles."""
+        self.may_hold_images = False
+        """Take a table that holds the images itself, which is slow to read in any other order."""
         self.images_inside: list[tuple[int, tuple[int, int, int]]] = []
         """If the images are in the table itself: the size and place of each, see `Split`."""
         self._images: list[tuple[int, str, Any, str, str]] = []  # row, path, label, split or "", group or ""
@@ -94,8 +96,7 @@ class Table:
             if cached.table == digest and manifest.is_current(cached, self.root):
                 return cached
         index = self.scan()
-        if not self.images_inside:
-            manifest.save_index(index, self.root / CACHE, spare)
+        manifest.save_index(index, self.root / CACHE, spare)
         return index
 
     def scan(self, *, to_train: bool = True) -> Index:
@@ -199,7 +200,7 @@ class Table:
                 self._read_rows(parquet.rows(self))
             else:
                 self._read_rows(self._csv_rows())
-        if not self.images_inside:
+        if not (self.images_inside and self._images):
             return self._look_up()
         found = [(path.encode(), *self.images_inside[row - 2]) for row, path, *_ in self._images]
         self._names, self._sizes, self._places = ([*column] for column in zip(*found, strict=True))

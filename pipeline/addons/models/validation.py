@@ -18,7 +18,6 @@ from pipeline.addons.datasets.sources import (
     hold_out_of,
     open_pack,
     open_source,
-    refuse_images_inside,
     source_from_index,
 )
 from pipeline.addons.datasets.table import Table
@@ -89,7 +88,6 @@ def _of_table(config: Config, contents: dict[str, Any], trained: Config) -> tupl
         hold_out = hold_out or _hold_out_of(Table(config, hold_out_of(trained)).scan(), trained, contents)
     table = Table(config, hold_out)
     index = table.scan(to_train=False)
-    refuse_images_inside(table)
     if not len(index.val):
         raise RequestError(f"{table.path} holds no image to evaluate the model on")
     index = replace(
