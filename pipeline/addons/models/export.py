@@ -163,7 +163,8 @@ def _write_safetensors(
 ) -> Predictor:
     from safetensors.torch import load, save
 
-    pixels = "RGB of 0 to 255, minus the mean and divided by the deviation of ImageNet"
+    mean, std = served.mean.flatten().tolist(), served.std.flatten().tolist()
+    pixels = f"RGB of 0 to 255, minus {mean} and divided by {std}"
     metadata = {**metadata, "pixels": pixels}
     # safetensors refuses tensors that share memory, such as tied weights
     state = served.model.state_dict()

@@ -24,8 +24,8 @@ _FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")
 def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:
     """Run `pipeline predict --csv`; return what was written to the file, or 0 for standard output.
 
-    Raises RequestError if the rows in the file are not of this model, StorageError if no image has
-    a prediction or the file cannot be written.
+    Raises RequestError if the rows in the file are not of this model, StorageError if no row
+    has a prediction or the file cannot be written.
     """
     terminal = Terminal()
     contents = read_model(target)
@@ -50,7 +50,7 @@ def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:
                     terminal.progress(f"{number:,} of {len(images):,} images")
     except OSError as error:
         raise StorageError(f"--out {out} cannot be written: {error.strerror}") from None
-    if number and number == bad:
+    if number and number == bad and not done:
         raise StorageError(f"none of {bad:,} images has a prediction: their rows say why (column defect)")
     return f"{out}: {number:,} rows, {bad:,} of them of bad images; it had {len(done):,}" if out else 0
 
