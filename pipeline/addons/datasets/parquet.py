@@ -14,8 +14,8 @@ from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError, list_first, one_line
 from pipeline.files import parse_json
 
+# errors of a damaged file, and of metadata that others wrote
 _ERRORS = (pa.ArrowException, ValueError, LookupError, TypeError, AttributeError)
-"""Errors of a damaged file, or of metadata that others wrote."""
 
 
 def rows(table: Any) -> Iterator[tuple[int, Sequence[str]]]:
@@ -26,10 +26,9 @@ def rows(table: Any) -> Iterator[tuple[int, Sequence[str]]]:
         names = file.schema_arrow.names
         kind = file.schema_arrow.field(image).type if image in names and path[0] not in names else pa.null()
         is_inside = pa.types.is_struct(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-        needed = [*([] if is_inside else path), *table.columns["label"]]
-        if missing := [name for name in needed if name not in names]:
+        if missing := {*([] if is_inside else path), *table.columns["label"]} - {*names}:
             remedy = f"there are {list_first(names, 8)}: name it in data.columns"
-            raise table.wrong(1, missing[0], "missing", remedy)
+            raise table.wrong(1, min(missing), "missing", remedy)
         if is_inside and not table.may_hold_images:
             make = f"pack them with 'pipeline data pack {shlex.quote(str(table.path))} OUT'"
             given = f"data.table={table.path} holds the images themselves, which train faster from a pack"
