@@ -344,7 +344,7 @@ def net(num_classes):
 
 
 @pytest.fixture
-def code(tmp_path: Path) -> Path:
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a module, a package of two ConfigMaps, and what must not be sent."""
     folder = tmp_path / "mine"
     (folder / "pkg/__pycache__").mkdir(parents=True)
@@ -354,6 +354,7 @@ def code(tmp_path: Path) -> Path:
     for name in ("notes.txt", ".env", "pkg/.secret", "pkg/__pycache__/x.pyc"):
         (folder / name).write_text("not sent")
     (folder / "pkg/link").symlink_to("/etc/passwd")
+    monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test
     return folder
 
 

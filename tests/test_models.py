@@ -3,6 +3,7 @@
 import hashlib
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +201,12 @@ def test_a_model_that_needs_versions_is_trained_resumed_and_read(
 
 
 @pytest.fixture
-def package(tmp_path: Path) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a module of the user's own."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "mynet.py").write_text(NET)
+    monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test
     return folder
 
 

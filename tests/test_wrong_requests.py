@@ -1,5 +1,6 @@
 """A table of wrong requests: each ends with one line and its exit code, before anything starts."""
 
+import json
 import os
 import re
 import shlex
@@ -51,6 +52,11 @@ train digits run.dir=notes.txt/run | run.dir=notes.txt/run
 train digits run.dir=a%41b/run | a%41b/mlflow.db
 train digits model.arch=resnet19 | resnet18
 train digits model.init=nosuch | model.init=nosuch
+train digits model.teacher=nosuch | nosuch
+train digits model.teacher=runs/done | where the data has '0'
+train digits train.watch=val/map | train.watch=val/map
+train digits train.class_weights=notes.txt | notes.txt
+train digits train.class_weights=few.json | '9'
 train digits model.init=models:/x | runs/mlflow.db
 train digits model.init=models:/nowhere@best | models:/nowhere@best
 train digits run.dir=s3://bucket/x | run.dir=s3://bucket/x
@@ -184,6 +190,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
         for name, text in RECIPES.items():
             Path(f"{name}.yaml").write_text(text)
         Path("notes.txt").write_text("not an image")
+        Path("few.json").write_text(json.dumps({str(digit): 1 for digit in range(9)}))
         Path("photo.jpg").write_bytes(b"\xff\xd8\xff\xe0")
         for name, files in FOLDERS.items():
             Path(name).mkdir()

@@ -43,7 +43,6 @@ def check(config: Config, here: World, folder: RunFolder) -> Checked:
     source: Source = addon("datasets.place").open_data(config, folder)
     plan = make_plan(config, here, source.size)
     check_config_is_compatible(config, folder)
-    addon("models.class_weights").check(config, source)
     return Checked(config, source, plan)
 
 

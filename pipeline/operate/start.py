@@ -122,7 +122,7 @@ class Rank:
             with raise_on_signal(self._stop):
                 choose_device(config, self._world)
                 found = find(config, folder, checked.source, terminal.log)
-                check = addon("ops.model").check_model_builds
+                check = partial(addon("ops.model").check_model_builds, classes=checked.source.classes)
                 weights = check(config, checked.plan, self._world, is_resumed=bool(found))
         except BaseException:
             if mirror:

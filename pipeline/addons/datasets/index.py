@@ -235,9 +235,8 @@ class Index:
         missing = [self.classes[label] for label in np.flatnonzero(counts == 0)] if len(self.val) else []
         notes += [f"no validation image of class {list_first(missing, 5)}"] if missing else []
         notes += [f"left out: {describe_ignored(self.ignored)}"] if self.ignored else []
-        return DataSize(
-            len(self.train), len(self.val), len(self.classes), "; ".join(notes), len(self.label_sets)
-        )
+        sizes = len(self.train), len(self.val), len(self.classes)
+        return DataSize(*sizes, "; ".join(notes), len(self.label_sets))
 
     def class_counts(self, split: Split) -> NDArray[np.int64]:
         """Return the number of images of each class in one of the splits."""

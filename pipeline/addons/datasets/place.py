@@ -1,4 +1,4 @@
-"""Opening the data of a run: it is where it was, and the run's folder is not in it."""
+"""Opening the data of a run: it is where it was, the run's folder is not in it, its classes fit."""
 
 import os
 import unicodedata
@@ -9,6 +9,7 @@ from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import find_cached_index
 from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import data_root, open_source
+from pipeline.addons.models import class_weights
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, TemporaryError
@@ -31,6 +32,7 @@ def open_data(config: Config, folder: RunFolder) -> Source:
         _check_is_there(config, previous_config(folder), start.get("tags", {}).get("data"))
     source = open_source(config, check_sizes=was_started)
     _check_run_is_outside(config, source)
+    class_weights.check(config, source)
     return source
 
 

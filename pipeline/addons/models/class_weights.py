@@ -1,4 +1,4 @@
-"""Weights of the classes in the loss: `train.class_weights`.
+"""Weights of the classes in the loss, `train.class_weights`; keys that the labels must allow.
 
 `load` replaces the name of a file by its weights, so a checkpoint and a resume need no file, and
 other weights are another configuration. torch is imported where it is used.
@@ -29,18 +29,15 @@ def read_file(tree: dict[str, Any]) -> None:
         try:
             text = read_limited(Path(name).expanduser(), MAX_YAML_BYTES).decode("utf-8-sig")
         except (OSError, ValueError, RuntimeError) as error:
-            problem = (
-                f"train.class_weights={name} cannot be read: {getattr(error, 'strerror', None) or error}"
-            )
+            reason = getattr(error, "strerror", None) or error
+            problem = f"train.class_weights={name} cannot be read: {reason}"
             raise RequestError(problem, "give none | balanced | sqrt | FILE with 'class: weight'") from None
         weights = parse_yaml(text, name)
         for label, weight in weights.items():
             with suppress(TypeError, ValueError):
                 if 0 < float(weight) <= 1e6:
                     continue
-            problem = (
-                f"train.class_weights={name}: class '{class_of(label)}' has the weight {str(weight)[:40]!r}"
-            )
+            problem = f"train.class_weights={name}: '{class_of(label)}' has the weight {str(weight)[:40]!r}"
             raise RequestError(problem, "give a number above 0 and up to 1e6")
         tree["train"] = {**tree["train"], "class_weights": weights}
 
@@ -53,9 +50,8 @@ def check(config: Config, source: Source) -> None:
     if config.train.watch == "val/map" and not source.label_sets:
         raise RequestError("train.watch=val/map needs several labels a picture", "give val/top1 or val/loss")
     if isinstance(config.train.class_weights, dict):
-        classes, weighted = (
-            {*map(class_of, names)} for names in (source.classes, config.train.class_weights)
-        )
+        classes = {*map(class_of, source.classes)}
+        weighted = {*map(class_of, config.train.class_weights)}
         for name in sorted(classes ^ weighted):
             problem = "is no class of the data" if name in weighted else "has no weight"
             raise RequestError(f"train.class_weights: '{name}' {problem}", "give each class of the data one")

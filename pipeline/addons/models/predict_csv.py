@@ -5,6 +5,7 @@ same --out removes a torn last line, and skips the pictures that have a row.
 """
 
 import csv
+import fcntl
 import re
 import sys
 from contextlib import nullcontext
@@ -37,6 +38,8 @@ def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:
         if left_out:
             terminal.log(left_out)
         with open(out, "a", encoding="utf-8") if out else nullcontext(sys.stdout) as file:
+            if out:  # two commands would both write the rows that are missing
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             rows = csv.writer(file, lineterminator="\n")
             if not (out and file.tell()):
                 rows.writerow(COLUMNS)

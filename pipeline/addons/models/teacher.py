@@ -34,8 +34,8 @@ class Teacher:
     def __init__(self, config: Config, classes: tuple[str, ...], sizes: list[int], group: Group) -> None:
         """sizes: the sides of images. All raise RunError if there is no such teacher."""
         self.name = f"model.teacher={config.model.teacher}"
-        read = partial(_read, str(config.model.teacher), classes) if group.is_main else lambda: (None, None)
-        own, error = group.run_long_task(read)
+        to_read = partial(_try_to_read, str(config.model.teacher), classes)
+        own, error = group.run_long_task(to_read if group.is_main else lambda: (None, None))
         group.raise_together(error)
         options = Model.model_validate_json(group.all_gather(own[1].model_dump_json() if own else "")[0])
         model = (own[0] if own else build(options, len(classes))).to(group.device)
@@ -68,18 +68,22 @@ class Teacher:
             raise RequestError(problem, "restore them, or give another run.dir").collective()
 
 
-def _read(name: str, classes: tuple[str, ...]) -> tuple[tuple[nn.Module, Model] | None, RunError | None]:
-    """Return the teacher and its options, or the error that it cannot be had."""
+def read(name: str, classes: tuple[str, ...]) -> tuple[nn.Module, Model]:
+    """Return the teacher and its options. Raises RunError if it cannot be had."""
+    model, options, names = _read_timm(name) if name.startswith("timm/") else _read_run(name)
+    if [*map(class_of, names)] != [*map(class_of, classes)]:
+        pairs = zip([*names, "missing"], [*classes, "missing"], strict=False)
+        theirs, ours = next(pair for pair in pairs if class_of(pair[0]) != class_of(pair[1]))
+        problem = f"model.teacher={name} has the class '{theirs}' where the data has '{ours}'"
+        raise RequestError(problem, "give a teacher of the same classes in the same order")
+    return model, options
+
+
+def _try_to_read(name: str, classes: tuple[str, ...]) -> tuple[Any, RunError | None]:
     try:
-        model, options, names = _read_timm(name) if name.startswith("timm/") else _read_run(name)
-        if [*map(class_of, names)] != [*map(class_of, classes)]:
-            pairs = zip([*names, "missing"], [*classes, "missing"], strict=False)
-            theirs, ours = next(pair for pair in pairs if class_of(pair[0]) != class_of(pair[1]))
-            problem = f"model.teacher={name} has the class '{theirs}' where the data has '{ours}'"
-            raise RequestError(problem, "give a teacher of the same classes in the same order")
+        return read(name, classes), None
     except RunError as error:
         return None, error
-    return (model, options), None
 
 
 def _read_run(name: str) -> tuple[nn.Module, Model, list[str]]:

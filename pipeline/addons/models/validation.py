@@ -146,9 +146,8 @@ def as_trained(source: Source, contents: dict[str, Any]) -> Source:
     Raises RequestError, in all processes, for several labels a picture if the model gives one.
     """
     if contents.get("several_labels"):
-        return replace(
-            source, label_sets=source.label_sets or tuple((i,) for i in range(len(source.classes)))
-        )
+        of_one = tuple((label,) for label in range(len(source.classes)))
+        return replace(source, label_sets=source.label_sets or of_one)
     if source.label_sets:
         problem = "the data has several labels a picture, and the model was trained to give one"
         raise RequestError(problem, "give data with one label a picture").collective()

@@ -122,8 +122,9 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
     if source:
         plan = check("plan", lambda: make_plan(config, here, source.size), lambda found: f"\n{table(found)}")
         resume = check("resume", lambda: _check_resume(config, folder, run_folder, source))
-    if plan and resume:
-        check("model", lambda: _check_model(config, plan, here, is_resumed=resume != _FRESH_START))
+    if source and plan and resume:
+        is_resumed = resume != _FRESH_START
+        check("model", lambda: _check_model(config, plan, here, source, is_resumed=is_resumed))
     check("GPUs", lambda: _check_gpus(config, here))
     if "PET_NPROC_PER_NODE" in os.environ:  # set in every node of a job
         _check_node(findings, config, here, run_folder, plan)
@@ -205,10 +206,10 @@ def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, sour
     return f"config is compatible with the run in {place}; resumes from {found.path.name}"
 
 
-def _check_model(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> str:
+def _check_model(config: Config, plan: Plan, here: World, source: Source, *, is_resumed: bool) -> str:
     from pipeline.addons.ops.model import check_model_builds
 
-    check_model_builds(config, plan, here, is_resumed=is_resumed)
+    check_model_builds(config, plan, here, is_resumed=is_resumed, classes=source.classes)
     return config.model.arch
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.addons.models import pretrained
+from pipeline.addons.models import pretrained, teacher
 from pipeline.addons.models.functions import meta_model
 from pipeline.addons.models.timm_optimizers import check_optimizer_exists
 from pipeline.addons.shard.fsdp import check_can_shard
@@ -29,12 +29,12 @@ _NOT_DETERMINISTIC = (
 
 
 def check_model_builds(
-    config: Config, plan: Plan, here: World, *, is_resumed: bool
+    config: Config, plan: Plan, here: World, *, is_resumed: bool, classes: tuple[str, ...] = ()
 ) -> dict[str, Tensor] | None:
     """Check that the model can be built, run, frozen, split and differentiated as planned.
 
-    Returns the initial weights if model.init names some. A resumed run does not need them: its
-    weights are in the checkpoint.
+    classes: those of the data, to check the teacher's. Returns the initial weights if model.init
+    names some. A resumed run does not need them: its weights are in the checkpoint.
     """
     check_optimizer_exists(config)
     options, arch = config.model, config.model.arch
@@ -48,6 +48,8 @@ def check_model_builds(
         check_can_shard(model)
     if plan.stages > 1:
         split_into_stages(model, arch, plan.stages, plan.image_size)
+    if options.teacher and classes:
+        teacher.read(options.teacher, classes)
     return pretrained.read(options, model) if options.init and not is_resumed else None
 
 

@@ -142,9 +142,8 @@ def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
     axes = figure.subplots()
     bars = axes.barh(range(len(shown)), shares[shown])
     axes.bar_label(bars, [texts[label] for label in shown], padding=3, fontsize=7)
-    axes.set_yticks(
-        range(len(shown)), [drawn_name(evaluation.classes[label], label) for label in shown], **_style(7)
-    )
+    names = [drawn_name(evaluation.classes[label], label) for label in shown]
+    axes.set_yticks(range(len(shown)), names, **_style(7))
     axes.set_xlim(0, 1.15)
     axes.set_xlabel(axis, fontsize=8)
     part = f"the worst {len(shown)} of {len(known):,} classes" if len(shown) < len(known) else "each class"

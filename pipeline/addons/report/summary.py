@@ -29,7 +29,7 @@ def summarise(folder: RunFolder) -> dict[str, Any]:
         "line": last.get("line", ""),
         # those of the done line
         "figures": dict(word.split("=", 1) for word in (receipt["done"] or "").split()[1:]),
-        "best": max(finite, key=lambda row: rank(row, config["train"]["watch"]), default=None),
+        "best": max(finite, key=lambda row: rank(row, config["train"].get("watch", "")), default=None),
         "began": _utc(rows[0]["time"]) if rows else "",
         "ended": _utc(last["time"]) if "status" in last else "",
         "receipt": receipt,

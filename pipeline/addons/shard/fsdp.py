@@ -84,11 +84,8 @@ class FSDPStrategy(Strategy):
 
     def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
         weights = self.model.state_dict()
-        parameters = [
-            parameter
-            for group in parameter_groups(self.model, self._optimizer)
-            for parameter in group["params"]
-        ]
+        groups = parameter_groups(self.model, self._optimizer)
+        parameters = [parameter for group in groups for parameter in group["params"]]
         moments = {
             number: {name: _shard(value, parameters[number]) for name, value in saved.items()}
             for number, saved in states["optimizer"]["state"].items()

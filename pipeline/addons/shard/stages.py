@@ -176,11 +176,8 @@ def _map_targets(targets: Targets, change: Callable[[Tensor], Tensor]) -> Target
 
 def _optimizer_names(model: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [
-        names[id(parameter)]
-        for group in parameter_groups(model, Optimizer())
-        for parameter in group["params"]
-    ]
+    groups = parameter_groups(model, Optimizer())
+    return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 
 def _renumber(optimizer: dict[str, Any], numbers: dict[int, int]) -> dict[str, Any]:
