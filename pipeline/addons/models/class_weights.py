@@ -37,7 +37,7 @@ def read_file(tree: dict[str, Any]) -> None:
             with suppress(TypeError, ValueError):
                 if 0 < float(weight) <= 1e6:
                     continue
-            problem = f"train.class_weights={name}: '{class_of(label)}' has the weight {str(weight)[:40]!r}"
+            problem = f"train.class_weights={name}: class '{class_of(label)}' has the weight '{weight!s:.40}'"
             raise RequestError(problem, "give a number above 0 and up to 1e6")
         tree["train"] = {**tree["train"], "class_weights": weights}
 
