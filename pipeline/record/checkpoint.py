@@ -96,9 +96,7 @@ class CheckpointWriter:
         """Return the error of a run that ends because saves fail."""
         if self.is_folder_removed:
             removed = f"run.dir={self._run.path} was removed or renamed during the run"
-            return StorageError(
-                f"{removed}: {problem}", "leave a run's folder where it is until the run ends"
-            )
+            return StorageError(f"{removed}: {problem}", "leave it where it is until the run ends")
         return StorageError(problem, "free disk space")
 
     def _save(self, snapshot: dict[str, Any], step: int, best_step: int | None, patience_s: float) -> None:

@@ -178,9 +178,7 @@ def scan_validation(
         chosen = hold_out.chosen((name, label) for name, _, label in entries)
         entries = [entry for entry in entries if entry[0] in chosen]
     if not entries:
-        raise RequestError(
-            f"data.root={root} holds no image to evaluate the model on{left_out(walk.ignored)}"
-        )
+        raise RequestError(f"data.root={root} holds no image to evaluate a model on{left_out(walk.ignored)}")
     return Split.from_entries(entries), walk.ignored
 
 

@@ -24,9 +24,7 @@ _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 
 def add_commands(commands: Commands) -> None:
     _add_rehearse(commands)
-    description = (
-        "Write Kubernetes manifests for a training job, show how it goes, replace pods of lost nodes."
-    )
+    description = "Write Kubernetes manifests for a training job, show how it goes, replace lost pods."
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
     actions = k8s.add_commands("ACTION")
     _add_render(actions)

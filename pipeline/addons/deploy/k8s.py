@@ -160,19 +160,16 @@ def _check_store(request: RenderOptions, config: Config) -> None:
         given = [f"{key}{place}" for key, place in places.items() if str(place).startswith("s3://")]
         given += [f"{flag}{value}" for flag, value in flags.items() if value]
         if given:
-            raise RequestError(
-                f"{given[0]} is for pods that may reach a bucket", "add --store s3://BUCKET/PREFIX"
-            )
+            raise RequestError(f"{given[0]} needs pods that reach a bucket", "add --store s3://BUCKET/PREFIX")
         return
-    if config.data.source == "folder":
+    if config.data.source in ("folder", "table"):
+        images = config.data.root if config.data.source == "folder" else config.data.table
         raise RequestError(
-            "data.source=folder needs a volume that all pods share, and --store has none",
-            f"run 'pipeline data pack {config.data.root} {request.store}/data', and add data.source=pack",
+            f"data.source={config.data.source} needs a volume that all pods share, and --store has none",
+            f"run 'pipeline data pack {images} {request.store}/data', and add data.source=pack",
         )
     if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
-        raise RequestError(
-            f"data.cache={config.data.cache} is not on the pods' disk for it", "use /data/cache"
-        )
+        raise RequestError(f"data.cache={config.data.cache} is not on the pods' disk", "use /data/cache")
     if not str(config.checkpoint.mirror).startswith("s3://"):
         problem = f"checkpoint.mirror={config.checkpoint.mirror} would lose the run with the disk of its pod"
         raise RequestError(problem, "leave it out")

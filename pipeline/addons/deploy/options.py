@@ -41,9 +41,7 @@ def matching(pattern: str, expected: str) -> Callable[[str], str]:
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _RULE = "use lower-case letters, digits and -, start and end with a letter or digit, 63 characters at most"
 namespace_name = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}")
-_subdomain = matching(
-    rf"{_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
-)
+_subdomain = matching(rf"{_LABEL}(\.{_LABEL})*", f"a Kubernetes name, RFC 1123: {_RULE}; parts joined by .")
 _memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
 _store = matching(
     r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.\.?(/|$))[\w.-]+)*/?",

@@ -16,9 +16,7 @@ def add_commands(commands: Commands) -> None:
     )  # fmt: skip
     add = parser.add_argument
     add("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
-    add(
-        "--follow", action="store_true", help="keep sending until standard input ends; training runs use this"
-    )
+    add("--follow", action="store_true", help="keep sending until standard input ends; trainings use this")
     add_trust(parser)
 
 

@@ -66,9 +66,7 @@ def check_tracking_uri(name: str, uri: str) -> None:
     address = split_credentials(uri)[0]
     if database := sqlite_file(address):
         if _mlflow_changes(database) or os.path.isdir(database):
-            raise RequestError(
-                f"{given} names no file that MLflow opens", "name one without ? and % in its path"
-            )
+            raise RequestError(f"{given} names no file that MLflow opens", "name one without ? and %")
     elif (
         not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII)
         or re.search(r"\s", uri)

@@ -57,9 +57,7 @@ def check_output(file: Path | None) -> None:
     """Check that --out can be written: its folder exists, and what is there is a regular file."""
     try:
         if file and not target_of(file).parent.is_dir():
-            raise RequestError(
-                f"--out {file} cannot be written: its folder does not exist", "name one that does"
-            )
+            raise RequestError(f"--out {file} cannot be written: its folder does not exist", "name another")
     except OSError as error:
         problem = f"--out {file} cannot be written: {error.strerror}"
         raise RequestError(problem, "give the name of a new file") from None

@@ -66,8 +66,12 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
     for image, defect in bad:
         terminal.log(f"bad image {image}: {defect}")
     if as_json:
+        names, limits = contents["classes"], (contents.get("evaluation") or {}).get("thresholds") or ()
+        more = {
+            printable_name(name): {"threshold": limit} for name, limit in zip(names, limits, strict=False)
+        }
         predictions = [
-            {"image": image, "top": [{"class": name, "probability": share} for name, share in top]}
+            {"image": image, "top": [{"class": k, "probability": p, **more.get(k, {})} for k, p in top]}
             for image, top in tops
         ]
         defects = [{"image": image, "defect": defect} for image, defect in bad]

@@ -9,6 +9,7 @@ statistics that followed the new data would no longer match the frozen weights.
 """
 
 import io
+import json
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from pipeline.addons.models.archive import check_archive
 from pipeline.addons.models.functions import timm_builder
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.addons.models.trained import eval_weights
+from pipeline.config.load import from_yaml
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
 from pipeline.group import Group
@@ -141,7 +143,7 @@ def _read(options: Model, init: str) -> dict[str, Tensor]:
     if init.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 
-        return eval_weights(fetch_model(init))
+        return _weights_of_run(options, fetch_model(init))
     if init == "torchvision" or re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
         return _published(arch, "DEFAULT" if init == "torchvision" else init)
     if not os.path.exists(init):
@@ -156,7 +158,16 @@ def _read(options: Model, init: str) -> dict[str, Tensor]:
         path = checkpoint_files.find(Path(init))
     except StorageError as error:
         raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
-    return eval_weights(checkpoint_contents.read_model(path))
+    return _weights_of_run(options, checkpoint_contents.read_model(path))
+
+
+def _weights_of_run(options: Model, contents: dict[str, Any]) -> dict[str, Tensor]:
+    theirs = from_yaml(contents["config"], str(options.init)).model
+    if theirs.mean and not options.mean:
+        given = " ".join(f"model.{key}={json.dumps(getattr(theirs, key))}" for key in ("mean", "std"))
+        problem = f"model.init={options.init} was trained on pixels of another mean than ImageNet's"
+        raise RequestError(problem, f"add {given.replace(', ', ',')}")
+    return eval_weights(contents)
 
 
 def _published(arch: str, name: str) -> dict[str, Tensor]:

@@ -45,9 +45,7 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
         config = config.replacing("train", max_steps=last)
         if start:
             config = config.replacing("run", resume=str(_checkpoint_of(run, start).absolute()))
-        print(
-            f"repeating {run_dir} from step {start:,} to {last:,} in {repeated}", file=sys.stderr, flush=True
-        )
+        print(f"repeating {run_dir}, step {start:,} to {last:,} in {repeated}", file=sys.stderr, flush=True)
         _repeat(config, run.receipt["starts"][-1], Path(scratch) / "recipe.yaml")
         new = Run.read(repeated)
         if new.receipt["starts"][0]["step"] != start:
@@ -84,9 +82,7 @@ def _repetition_config(run: Run, repeated: Path) -> Config:
 def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
     refused = f"the run in {run.folder.path} cannot be repeated"
     if not config.is_deterministic:
-        raise RequestError(
-            f"{refused}: it is not deterministic", "train with run.deterministic=true to verify"
-        )
+        raise RequestError(f"{refused}: it is not deterministic", "train with run.deterministic=true")
     starts = run.starts_after(start)
     if not starts:
         raise RequestError(f"{refused}: it started from another run's checkpoint", "verify that run")

@@ -158,9 +158,7 @@ def check_mirror(store: Store) -> str:
             raise RequestError(f"{store} ignores If-Match and overwrites an object", remedy)
         store.write(name, b"second", if_match=etag)
     except ConflictError:
-        raise RequestError(
-            f"{store} refuses a write with If-Match and the object's own etag", remedy
-        ) from None
+        raise RequestError(f"{store} refuses a write with If-Match and the object's etag", remedy) from None
     finally:
         store.delete(name)
     return f"{store} can be written, and honours conditional writes"

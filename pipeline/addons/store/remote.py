@@ -126,9 +126,7 @@ def open_index(place: str) -> Index:
     index = pack.open_index(store)
     if not store.honours_ranges(shard_name("train", 0)):
         remedy = "use a store that honours ranges, check AWS_ENDPOINT_URL, or copy the pack to a disk"
-        raise RequestError(
-            f"data.root={store}: the store returns no part of an object, only all of it", remedy
-        )
+        raise RequestError(f"data.root={store}: the store returns only whole objects", remedy)
     return index
 
 
