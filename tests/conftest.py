@@ -91,6 +91,16 @@ def _no_interface() -> Iterator[None]:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make a process group of this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
     return _is_full(request.config)

@@ -18,7 +18,6 @@ from harness import SMALL, Job
 from pipeline.config.load import load
 from pipeline.errors import StorageError, TemporaryError
 from pipeline.operate.resume import find
-from pipeline.record import checkpoint
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
@@ -165,27 +164,6 @@ def test_a_checkpoint_is_not_changed_by_the_next_step(run: RunFolder) -> None:
     writer.wait()
     (path,) = list_checkpoints(run.checkpoints)
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
-
-
-@pytest.mark.fault("C1")
-def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    run = RunFolder(small_disk / "run")
-    run.checkpoints.mkdir(parents=True)
-    writer = CheckpointWriter(run, keep=2, log=lines.append, on_saved=print)
-    (small_disk / "filler").write_bytes(bytes(56 << 10))
-    for step in range(1, 8):
-        writer.save(contents(step), step, None)
-    writer.wait()
-    assert not writer.should_give_up, "saves have failed for less than ten minutes"
-    assert ["No space left on device" in line for line in lines] == [True] * 7
-    monkeypatch.setattr(checkpoint, "MAX_FAILING_S", 0)
-    assert writer.should_give_up
-    (small_disk / "filler").unlink()
-    writer.save(contents(8), 8, None)
-    writer.wait()
-    assert not writer.should_give_up
-    assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [8]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run: RunFolder) -> None:
