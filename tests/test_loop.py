@@ -1,7 +1,6 @@
 """An update, what is saved of it and when: the loop in one process, without a launcher."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,11 +29,6 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
-
-
 def test_a_resumed_state_makes_the_same_update(digits: Path) -> None:
     trainer, resumed = (make_trainer(digits, *SMALL, "train.ema=0.5") for _ in range(2))
     state, before = trainer.state, weights(trainer.state.model)
@@ -45,11 +39,14 @@ def test_a_resumed_state_makes_the_same_update(digits: Path) -> None:
     moved = [(weights(model) - before).norm() for model in (state.ema, state.model)]
     assert 0 < moved[0] < moved[1], "it follows"
     contents = copy_to_host(state.to_dict(state.totals))
-    assert is_equal(contents["average"], state.ema.state_dict())
+    for found, expected in zip(contents["average"].values(), state.ema.state_dict().values(), strict=True):
+        assert torch.equal(found, expected)
     resumed.state.load_dict(contents, is_main=True)
     for each in (trainer, resumed):
         loop.update_once(each, iter([batch_of(each, 2)]))
-    assert is_equal(*(each.state.to_dict(each.state.totals) for each in (trainer, resumed)))
+    ours, theirs = (tree_leaves(each.state.to_dict(each.state.totals)) for each in (trainer, resumed))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     assert (state.step, state.totals[2]) == (3, 72)
 
 
@@ -75,9 +72,14 @@ def test_images_that_could_not_be_read_are_not_trained_on(digits: Path) -> None:
     assert torch.equal(weights(trainer.state.model), before)
 
 
-def saves(trainer: Trainer, correct: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the steps that a training saves, whose evaluations find that many correct images."""
-    found = []
+@pytest.mark.parametrize("first", [0, 3])  # 3 was saved without its evaluation, and is saved again
+def test_the_best_the_last_and_every_nth_step_are_saved(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    every = ("checkpoint.every=4 steps", "evaluate.every=3 steps", "train.max_steps=10")
+    trainer = make_trainer(digits, *SMALL, *every)
+    trainer.state.step = first
+    correct, saved = {3: 5, 6: 4, 9: 7, 10: 1}, []
 
     def evaluate(trainer: Trainer) -> Evaluated:
         step = trainer.state.step
@@ -90,18 +92,6 @@ def saves(trainer: Trainer, correct: dict[int, int], monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     monkeypatch.setattr(loop, "update_once", update_once)
-    monkeypatch.setattr(loop, "save", lambda trainer, **_: found.append(trainer.state.step))
+    monkeypatch.setattr(loop, "save", lambda trainer, **_: saved.append(trainer.state.step))
     loop.train(trainer, iter(()))
-    return found
-
-
-def test_the_best_the_last_and_every_nth_step_are_saved(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ("checkpoint.every=4 steps", "evaluate.every=3 steps", "train.max_steps=10")
-    correct = {3: 5, 6: 4, 9: 7, 10: 1}
-    trainer = make_trainer(digits, *SMALL, *words)
-    assert saves(trainer, correct, monkeypatch) == [3, 4, 8, 9, 10]
-    trainer = make_trainer(digits, *SMALL, *words)
-    trainer.state.step = 3  # a start that was stopped before it evaluated this step
-    assert saves(trainer, correct, monkeypatch)[:2] == [3, 4], "the step is saved again with its evaluation"
+    assert saved == [3, 4, 8, 9, 10]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from streams import make_trainer
+from torch.distributed.tensor import DTensor
 
 from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError
@@ -17,12 +18,12 @@ class Run:
     """A run on the CPU that trains on one batch with LossGuard or DeviceLossGuard."""
 
     def __init__(self, digits: Path, *words: str, on_device: bool = False) -> None:
-        self.trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", *words)
+        small = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "track.every=1 step")
+        self.trainer = make_trainer(digits, *small, *words)
         self.state, job = self.trainer.state, self.trainer.job
         if on_device:
-            self.state.loss_guard = DeviceLossGuard(
-                self.state.strategy, self.trainer.process.timer, "start again"
-            )
+            timer = self.trainer.process.timer
+            self.state.loss_guard = DeviceLossGuard(self.state.strategy, timer, "start again")
         self.batch = TrainBatches(job.source.train, job.config, job.plan, 0)[0]
 
     def step(self, *, with_nan: bool = False) -> bool:
@@ -39,30 +40,25 @@ class Run:
     def weights(self) -> list[torch.Tensor]:
         """Return copies of the parameters and the optimizer's state."""
         moments = [tensor for state in self.state.optimizer.state.values() for tensor in state.values()]
-        return [tensor.detach().clone() for tensor in [*self.state.model.parameters(), *moments]]
+        tensors = [*self.state.model.parameters(), *moments]
+        whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [tensor.detach().clone() for tensor in whole]
 
 
-@pytest.mark.parametrize("words", [(), ("optimizer.name=adamw",), ("train.precision=fp16",)])
-def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(
-    digits: Path, words: tuple[str, ...]
-) -> None:
-    run = Run(digits, *words, on_device=True)
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "words", ["", "optimizer.name=adamw", "train.precision=fp16", "parallel=fsdp optimizer.name=adamw"]
+)
+def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits: Path, words: str) -> None:
+    run = Run(digits, *words.split(), on_device=True)
     assert not run.step()
     before = run.weights()
     assert not run.step(with_nan=True), "the host does not know yet"
-    assert all(torch.equal(old, new) for old, new in zip(before, run.weights(), strict=True))
+    assert all(map(torch.equal, before, run.weights()))
     assert run.step()
     assert str(run.state.loss_guard.error()).startswith("the loss is nan at step 2 on rank 0 (sample ids ")
-    with pytest.raises(NotFiniteError, match="at step 2 on rank 0"):
-        run.state.loss_guard.sync()
-
-
-def test_reporting_evaluating_and_saving_check_the_loss_first(digits: Path) -> None:
-    run = Run(digits, "track.every=1 step", on_device=True)
-    run.step()
-    assert run.state.confirm_step() == 1
-    run.step(with_nan=True)
     for reader in (
+        lambda: run.state.confirm_step(),
         lambda: run.state.to_dict(run.state.totals),
         lambda: run.trainer.metrics.after_update(run.state),
         lambda: loop.evaluate(run.trainer),
@@ -75,9 +71,9 @@ def test_reporting_evaluating_and_saving_check_the_loss_first(digits: Path) -> N
 def test_the_device_guard_does_not_change_finite_steps(digits: Path) -> None:
     runs = Run(digits), Run(digits, on_device=True)
     for run in runs:
-        for _ in range(2):
-            run.step()
-    assert all(torch.equal(a, b) for a, b in zip(runs[0].weights(), runs[1].weights(), strict=True))
+        assert [run.step(), run.step()] == [False, False]
+    assert runs[1].state.confirm_step() == 2
+    assert all(map(torch.equal, runs[0].weights(), runs[1].weights()))
 
 
 def test_the_cpu_guard_finds_a_bad_loss_before_the_update(digits: Path) -> None:
@@ -94,12 +90,12 @@ def test_lamb_with_the_kernels_of_a_gpu_makes_the_same_step_and_resumes(digits: 
         for group in run.state.optimizer.param_groups:
             group["foreach"] = foreach
     before = at_once.weights()
-    for run in (one_by_one, at_once):
-        run.step()
+    one_by_one.step()
+    at_once.step()
     assert not torch.equal(before[0], at_once.weights()[0])
     for expected, found in zip(one_by_one.weights(), at_once.weights(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     resumed.state.load_dict(copy_to_host(at_once.state.to_dict(at_once.state.totals)), is_main=True)
-    for run in (at_once, resumed):
-        run.step()
+    at_once.step()
+    resumed.step()
     assert all(map(torch.equal, at_once.weights(), resumed.weights()))
