@@ -56,7 +56,7 @@ def start_holder(place: Place, *more: str) -> None:
 
 
 def end_holder(place: Place, how: str = "SIGTERM") -> None:
-    """End the other process by a signal, a lost rank or lost images, once it has saved a checkpoint."""
+    """End the other process in one of three ways, once it has saved a checkpoint."""
     assert place.holder
     wait_until(lambda: place.checkpoints("held"), "checkpoint")
     images, away = place.path / "images", place.path / "away"
