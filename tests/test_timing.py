@@ -41,8 +41,6 @@ SLOW: dict[Entry, tuple[Any, str, float, int]] = {
 
 
 def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Return a function that sleeps and then calls `function`."""
-
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds)
         return function(*arguments, **options)
@@ -50,66 +48,38 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return slow
 
 
-def epochs(folder: Path) -> list[dict[str, float]]:
-    """Train a small model and return the time metrics of its epochs."""
-    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "model.arch=shufflenet_v2_x0_5",
-             "augment.size=32", "batch.global=8", "train.epochs=2", "track.uri=none", "track.every=1 step",
-             "track.report=false", "run.device=cpu", "evaluate.batch=8", f"run.dir={folder}"]  # fmt: skip
-    config = load("digits", words)
-    run_folder = RunFolder(folder)
-    run_folder.hold()
-    source = open_source(config)
-    checked = Checked(config, source, make_plan(config, World(), source.size))
-    run_rank(config, World(), run_folder, StopRequest(), checked)
-    run_folder.release()
-    return [
-        row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})
-    ]
-
-
 def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "model.arch=shufflenet_v2_x0_5",
+             "augment.size=32", "batch.global=8", "train.epochs=2", "track.uri=none", "track.every=1 step",
+             "track.report=false", "run.device=cpu", "evaluate.batch=8", f"run.dir={tmp_path}"]  # fmt: skip
+    config, folder = load("digits", words), RunFolder(tmp_path)
+    source = open_source(config)
+    checked = Checked(config, source, make_plan(config, World(), source.size))
     for kind, name, seconds, _ in SLOW.values():
         monkeypatch.setattr(kind, name, slowed(getattr(kind, name), seconds))
+    folder.hold()
     start = time.perf_counter()
-    found = epochs(tmp_path / "slow")
+    run_rank(config, World(), folder, StopRequest(), checked)
     wall = time.perf_counter() - start
+    folder.release()
+    metrics = [row.get("metrics", {}) for row in read_rows(folder.journal)]
+    found = [row for row in metrics if "time/epoch_s" in row]
     assert len(found) == 2, "one row an epoch"
     assert 0.2 * wall < sum(row["time/epoch_s"] for row in found) < wall
     for row in found:
-        assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(
-            row["time/epoch_s"], rel=0.01
-        )
+        total = sum(row[f"time/{entry}_s"] for entry in ENTRIES)
+        assert total == pytest.approx(row["time/epoch_s"], rel=0.01)
         for entry, (_, _, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
             assert row[f"time/{entry}_s"] >= seconds * times, entry
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
 
 
-def test_consecutive_epochs_account_for_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = VirtualGpu(monkeypatch)  # of which the host's clock counts here
-    timer = StepTimer()
-    timer.pop()
-    with timer.charge("data"):
-        gpu.host += 50
-        with timer.charge("copy"):
-            gpu.host += 100
-            timer.switch_to("communication")
-            gpu.host += 150
-        gpu.host += 50
-    gpu.host += 7
-    expected = {"data": 0.1, "copy": 0.1, "communication": 0.15, "other": 0.007}
-    assert {entry: spent for entry, spent in timer.pop().items() if spent} == pytest.approx(expected)
-
-
 class VirtualGpu:
     """A host and a device whose clocks are numbers, in ms: now, and the end of what is queued."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host = self.device = 0.0
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: VirtualEvent(self))
-        clock = SimpleNamespace(perf_counter=lambda: self.host / 1000)
-        monkeypatch.setattr(pipeline.timing, "time", clock)
+    host = device = 0.0
 
     def queue(self, ms: float) -> float:
         """Queue work of `ms`; return when it ends."""
@@ -153,11 +123,32 @@ class VirtualEvent:
         return end.time - self.time
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGpu:
+    gpu = VirtualGpu()
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: VirtualEvent(gpu))
+    clock = SimpleNamespace(perf_counter=lambda: gpu.host / 1000)
+    monkeypatch.setattr(pipeline.timing, "time", clock)
+    return gpu
+
+
+def test_consecutive_epochs_account_for_all_time(gpu: VirtualGpu) -> None:
+    timer = StepTimer()  # by the host's clock
+    timer.pop()
+    with timer.charge("data"):
+        gpu.host += 50
+        with timer.charge("copy"):
+            gpu.host += 100
+            timer.switch_to("communication")
+            gpu.host += 150
+        gpu.host += 50
+    gpu.host += 7
+    expected = {"data": 0.1, "copy": 0.1, "communication": 0.15, "other": 0.007}
+    assert {entry: spent for entry, spent in timer.pop().items() if spent} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("loader_ms", "waits"), [(78, 0), (82, 0.02), (90, 0.11), (160, 0.5)])
-def test_a_gpu_waits_for_data_only_while_it_is_idle(
-    loader_ms: float, waits: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = VirtualGpu(monkeypatch)
+def test_a_gpu_waits_for_data_only_while_it_is_idle(gpu: VirtualGpu, loader_ms: float, waits: float) -> None:
     timer = CudaStepTimer()
     timer.pop()
     gpu.train(timer, 200, loader_ms)
@@ -178,14 +169,12 @@ def test_a_gpu_waits_for_data_only_while_it_is_idle(
 
 @pytest.mark.parametrize(
     ("spent", "says"),
-    [
-        ({"data": 41, "forward_backward": 59}, "waiting for data 41%: raise data.workers, or pack"),
-        ({"communication": 50, "checkpoint": 20}, "waiting for the other processes 71%: raise batch.global"),
-        ({"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
-        ({"data": 5, "forward_backward": 80, "validation": 15}, None),
-        ({"checkpoint": 0.9, "forward_backward": 1.0}, None),
-    ],
-)
+    [({"data": 41, "forward_backward": 59}, "waiting for data 41%: raise data.workers, or pack"),
+     ({"communication": 50, "checkpoint": 20}, "waiting for the other processes 71%: raise batch.global"),
+     ({"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
+     ({"data": 5, "forward_backward": 80, "validation": 15}, None),
+     ({"checkpoint": 0.9, "forward_backward": 1.0}, None)],
+)  # fmt: skip
 def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) -> None:
     advice = advise({**dict.fromkeys(ENTRIES, 0.0), **spent})
     assert advice is None if says is None else advice and advice[1].startswith(says)
