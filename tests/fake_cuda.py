@@ -42,26 +42,14 @@ GLOO_FOR_NCCL = dist.Backend._BackendPlugin(_gloo, True)
 """In place of NCCL, which needs a GPU."""
 
 
-class HostWaitError(Exception):
-    """The host would wait for the device in a function that must not."""
-
-
-class LayoutError(Exception):
-    """A fused update would read a gradient or a moment in another layout than its weight's."""
-
-
 class FakeCuda(TorchDispatchMode):
     """Runs operations on CUDA tensors without values, and all others for real.
 
-    Entered inside `FakeTensorMode(allow_non_fake_inputs=True)`.
+    Entered inside `FakeTensorMode(allow_non_fake_inputs=True)`. readable: the functions, by
+    qualified name, in which the host may read a value, and the value that it reads there.
     """
 
     def __init__(self, readable: dict[str, float]) -> None:
-        """Make the device.
-
-        readable: the functions, by qualified name, in which the host may read a value, and the
-        value that it reads there.
-        """
         super().__init__()
         self._waits: list[str] | None = None
         self._readable = readable
@@ -95,10 +83,7 @@ class FakeCuda(TorchDispatchMode):
 
     @contextmanager
     def watch(self, waits: list[str]) -> Iterator[None]:
-        """Append the function of each wait in the context to `waits`.
-
-        A function that is not readable raises HostWaitError there. Outside, any may wait.
-        """
+        """Append the function of each wait in the context, where only `readable` ones may wait."""
         self._waits, FakeEvent.device = waits, self
         try:
             yield
@@ -111,7 +96,7 @@ class FakeCuda(TorchDispatchMode):
         if self._waits is not None:
             self._waits.append(name)
             if name not in self._readable:
-                raise HostWaitError(name)
+                raise RuntimeError(f"the host would wait for the device in {name}")
         return self._readable.get(name, 0.0)
 
 
@@ -181,21 +166,23 @@ def build_library(folder: Path) -> Path:
 
 def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
     """Return True if an operation copies between host and device, and is not asynchronous."""
+    asynchronous = kwargs.get("non_blocking")
     if name == "_to_copy":
-        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
-        return source.type != target.type and not kwargs.get("non_blocking")
-    if name == "copy_":
-        asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-        return args[0].device.type != args[1].device.type and not asynchronous
-    return False
+        other = torch.device(kwargs.get("device") or args[0].device)
+    elif name == "copy_":
+        other, asynchronous = args[1].device, asynchronous or (len(args) > 2 and args[2])
+    else:
+        return False
+    return args[0].device.type != other.type and not asynchronous
 
 
 def _check_layouts(weights: list[Tensor], *gradients_and_moments: list[Tensor]) -> None:
+    """Fail if a fused update would read something in another layout than its weight's."""
     for others in filter(None, gradients_and_moments):
         for weight, other in zip(weights, others, strict=True):
             expected, found = _layout(weight), _layout(other)
             if found != expected:
-                raise LayoutError(f"{found} for a weight of {expected}")
+                raise RuntimeError(f"{found} for a weight of {expected}")
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
