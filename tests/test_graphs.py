@@ -3,19 +3,17 @@
 A dummy backend takes the graphs, so nothing is compiled to code.
 """
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
-import pipeline
 from pipeline.addons.models.functions import meta_model
-from pipeline.config.load import load
+from pipeline.config.load import load, recipe_names
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.loss import Targets
@@ -25,19 +23,7 @@ from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.world import World
 
-RECIPES = sorted(path.stem for path in (Path(pipeline.__file__).parent / "recipes").glob("*.yaml"))
 CPU = torch.device("cpu")
-
-
-class Backend:
-    """Runs graphs as they are, and keeps them."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        self.graphs.append(graph)
-        return graph
 
 
 class SmallModel(nn.Module):
@@ -51,19 +37,18 @@ class SmallModel(nn.Module):
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the graphs that are made from now on; they run as they are."""
+    found: list[Any] = []
     torch._dynamo.reset()
     counters.clear()
-    backend = Backend()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    return backend
 
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        found.append(graph)
+        return graph
 
-@pytest.fixture
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    return found
 
 
 def train(strategy: Strategy, plan: Plan, epochs: int) -> None:
@@ -81,29 +66,29 @@ def make_ddp(net: nn.Module | None, *words: str) -> tuple[DDPStrategy, Plan]:
     return DDPStrategy(config, plan, net or build(config.model, 10), Group(World(), CPU)), plan
 
 
-@pytest.mark.usefixtures("gloo")
-def test_ddp_has_one_graph_per_size_with_and_without_gradient_sync(backend: Backend) -> None:
+@pytest.mark.usefixtures("alone")
+def test_ddp_has_one_graph_per_size_with_and_without_gradient_sync(graphs: list[Any]) -> None:
     sizes = ("augment.first_size=32", "augment.size=64", "augment.growth=[0 epochs, 1 epoch]")
     strategy, plan = make_ddp(None, *sizes)
     train(strategy, plan, epochs=1)
     assert counters["stats"]["unique_graphs"] == len(plan.image_sizes) == 2
-    pieces = len(backend.graphs)
+    pieces = len(graphs)
     assert pieces > 2, "cut at the buckets, so that one is sent while the next is computed"
     train(strategy, plan, epochs=2)
-    assert len(backend.graphs) == pieces, "buckets, passes and sizes seen before are not compiled again"
+    assert len(graphs) == pieces, "buckets, passes and sizes seen before are not compiled again"
 
 
-@pytest.mark.usefixtures("gloo")
-def test_more_sizes_than_torch_recompiles_by_default_are_each_compiled_once(backend: Backend) -> None:
+@pytest.mark.usefixtures("alone")
+def test_more_sizes_than_torch_recompiles_by_default_are_each_compiled_once(graphs: list[Any]) -> None:
     sizes = ("augment.first_size=32", "augment.size=384", "augment.growth=[0 epochs, 39 epochs]")
     strategy, plan = make_ddp(SmallModel(), "train.epochs=40", *sizes)
     train(strategy, plan, epochs=2)
-    assert len(backend.graphs) == len(plan.image_sizes) == 12
+    assert len(graphs) == len(plan.image_sizes) == 12
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_a_recipe_is_one_graph_per_size_without_a_break(
-    recipe: str, backend: Backend, full: bool, monkeypatch: pytest.MonkeyPatch
+    recipe: str, graphs: list[Any], full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load(recipe, ["train.compile=on", "parallel=ddp", "data.root=/data"])
     plan = make_plan(config, World(), DataSize(1_281_167, 50_000, 1000))
@@ -112,22 +97,20 @@ def test_a_recipe_is_one_graph_per_size_without_a_break(
     sizes = plan.image_sizes if full else plan.image_sizes[:2]
     for size in 2 * sizes:
         strategy.forward(torch.empty(2, 3, size, size, device="meta"))
-    assert len(backend.graphs) == len(sizes)
+    assert len(graphs) == len(sizes)
 
 
+@pytest.mark.usefixtures("graphs")
 def test_the_compilers_threads_are_shared_among_the_processes_of_a_machine(
-    backend: Backend, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch._inductor import config as inductor
-
     config = load("digits", ["train.compile=on"])
     plan = make_plan(config, World(), DataSize(96, 8, 10))
-
-    def threads(cpus: int, local_size: int) -> int | None:
+    for cpus, local_size, is_set, threads in (
+        (24, 8, False, 3), (2, 8, False, 1), (200, 2, False, 32), (24, 8, True, 32),
+    ):  # fmt: skip
         monkeypatch.setattr(inductor, "compile_threads", 32)
+        if is_set:
+            monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "32")
         Strategy(config, plan, SmallModel(), Group(World(cpus=cpus, local_size=local_size), CPU))
-        return inductor.compile_threads
-
-    assert [threads(24, 8), threads(2, 8), threads(200, 2)] == [3, 1, 32]
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "32")
-    assert threads(24, 8) == 32
+        assert inductor.compile_threads == threads
