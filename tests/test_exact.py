@@ -182,8 +182,3 @@ def test_an_overflow_is_noticed_and_cleared_at_the_next_step(
         guard.sync()
     net.norm.reset_running_stats()
     assert not step(strategy, shards)
-
-
-def test_a_gradient_that_is_too_large_ends_the_run_with_3(tmp_path: Path, digits: Path) -> None:
-    diverging = ("exact.fraction_bits=52", "exact.shards=24", "optimizer.lr=1e6", "schedule.warmup=0")
-    assert job(tmp_path / "run", digits, 1, *diverging).run_in_forks().code == 3

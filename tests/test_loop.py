@@ -1,4 +1,7 @@
-"""An update, what is saved of it and when: the loop in one process, without a launcher."""
+"""An update, what is saved of it and when: the loop in one process, without a launcher.
+
+A non-finite loss makes no update, even if the host learns of it a step later, as on a GPU.
+"""
 
 from pathlib import Path
 
@@ -6,18 +9,21 @@ import pytest
 import torch
 from streams import make_trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from pipeline.data.batch import Batch
 from pipeline.data.interface import OutageError
 from pipeline.data.loader import TrainBatches
+from pipeline.errors import NotFiniteError
+from pipeline.guards.nonfinite import DeviceLossGuard, LossGuard
 from pipeline.record.checkpoint import copy_to_host
 from pipeline.train import loop
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.listener import Evaluated
 from pipeline.train.loop import Trainer
 
-SMALL = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "schedule.warmup=0")
+SMALL = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "schedule.warmup=0", "track.every=1 step")
 
 
 def batch_of(trainer: Trainer, position: int) -> Batch:
@@ -29,8 +35,12 @@ def weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_a_resumed_state_makes_the_same_update(digits: Path) -> None:
-    trainer, resumed = (make_trainer(digits, *SMALL, "train.ema=0.5") for _ in range(2))
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
+def test_a_resumed_state_makes_the_same_update(digits: Path, optimizer: str) -> None:
+    words = ("train.ema=0.5", f"optimizer.name={optimizer}")
+    trainer, resumed = (make_trainer(digits, *SMALL, *words) for _ in range(2))
+    for group in trainer.state.optimizer.param_groups + resumed.state.optimizer.param_groups:
+        group["foreach"] = optimizer == "lamb"  # as on a GPU
     state, before = trainer.state, weights(trainer.state.model)
     for position in range(2):
         loop.update_once(trainer, iter([batch_of(trainer, position)]))
@@ -95,3 +105,69 @@ def test_the_best_the_last_and_every_nth_step_are_saved(
     monkeypatch.setattr(loop, "save", lambda trainer, **_: saved.append(trainer.state.step))
     loop.train(trainer, iter(()))
     assert saved == [3, 4, 8, 9, 10]
+
+
+class Run:
+    """A run on the CPU that trains on one batch with LossGuard or DeviceLossGuard."""
+
+    def __init__(self, digits: Path, *words: str, on_device: bool = False) -> None:
+        self.trainer = make_trainer(digits, *SMALL, *words)
+        self.state, self.batch = self.trainer.state, batch_of(self.trainer, 0)
+        if on_device:
+            timer = self.trainer.process.timer
+            self.state.loss_guard = DeviceLossGuard(self.state.strategy, timer, "start again")
+
+    def step(self, *, with_nan: bool = False) -> bool:
+        """Train one step; return True, without an update, if the guard found a bad loss."""
+        step = self.trainer.step
+        loss = step.forward_backward(iter([self.batch]))
+        # gradients stay finite: only the guard can stop the update
+        loss = loss * torch.nan if with_nan else loss
+        is_bad = self.state.loss_guard.check(self.state.step + 1, loss, step.used)
+        if not is_bad:
+            step.apply_gradients()
+        return is_bad
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return copies of the parameters and the optimizer's state."""
+        tensors = tree_leaves([*self.state.model.parameters(), *self.state.optimizer.state.values()])
+        whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return [tensor.detach().clone() for tensor in whole]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "words", ["", "optimizer.name=adamw", "train.precision=fp16", "parallel=fsdp optimizer.name=adamw"]
+)
+def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits: Path, words: str) -> None:
+    run = Run(digits, *words.split(), on_device=True)
+    assert not run.step()
+    before = run.weights()
+    assert not run.step(with_nan=True), "the host does not know yet"
+    assert all(map(torch.equal, before, run.weights()))
+    assert run.step()
+    assert str(run.state.loss_guard.error()).startswith("the loss is nan at step 2 on rank 0 (sample ids ")
+    for reader in (
+        lambda: run.state.confirm_step(),
+        lambda: run.state.to_dict(run.state.totals),
+        lambda: run.trainer.metrics.after_update(run.state),
+        lambda: loop.evaluate(run.trainer),
+        lambda: loop.save(run.trainer, is_last=True),
+    ):
+        with pytest.raises(NotFiniteError, match="the loss is nan at step 2 on rank 0"):
+            reader()
+
+
+def test_the_device_guard_does_not_change_finite_steps(digits: Path) -> None:
+    runs = Run(digits), Run(digits, on_device=True)
+    for run in runs:
+        assert [run.step(), run.step()] == [False, False]
+    assert runs[1].state.confirm_step() == 2
+    assert all(map(torch.equal, runs[0].weights(), runs[1].weights()))
+
+
+def test_the_cpu_guard_finds_a_bad_loss_before_the_update(digits: Path) -> None:
+    run = Run(digits)
+    assert type(run.state.loss_guard) is LossGuard
+    assert run.step(with_nan=True)
+    assert "the loss is nan at step 1 on rank 0" in str(run.state.loss_guard.error())

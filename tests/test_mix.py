@@ -15,7 +15,7 @@ from pipeline.world import World
 
 
 def mixed(options: Augment) -> tuple[torch.Tensor, ...]:
-    """Return 64 mixed images, of which every pixel is its number, their numbers, and label weights."""
+    """Return 64 mixed images, each of which is its number, their numbers, and label weights."""
     mix, numbers = draw_mix(options, 1, 7, 0, 64), torch.arange(64.0).view(-1, 1, 1, 1)
     seen = mix_images(numbers.expand(-1, 3, 32, 48).contiguous(), mix)
     return seen, numbers, own_label_weights(mix, 32, 48)

@@ -1,26 +1,34 @@
-"""Slow parts are charged to their own entry of the time accounting, which sums to the wall time."""
+"""The time of each epoch is accounted for; the profile and the share of a GPU's peak (MFU)."""
 
+import gzip
+import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from harness import read_rows
+from harness import SMALL, Job, read_rows
 from torch.optim import SGD
 
 import pipeline.timing
 from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.models.evaluator import Evaluator
+from pipeline.addons.run import mfu
+from pipeline.addons.run.mfu import MfuMeter, flops_per_image
 from pipeline.addons.run.timing import CudaStepTimer, advise
 from pipeline.config.load import load
+from pipeline.config.sections import Model
 from pipeline.data.loader import TrainBatches
+from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
 from pipeline.operate.request import Checked
 from pipeline.operate.start import run_rank
 from pipeline.parallel import strategy
+from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
@@ -178,3 +186,45 @@ def test_a_gpu_waits_for_data_only_while_it_is_idle(gpu: VirtualGpu, loader_ms: 
 def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) -> None:
     advice = advise({**dict.fromkeys(ENTRIES, 0.0), **spent})
     assert advice is None if says is None else advice and advice[1].startswith(says)
+
+
+def test_the_profile_contains_the_requested_steps(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0"]
+    run = Job(tmp_path / "run", [*words, "train.max_steps=3", "profile.steps=2-3"])
+    result = run.run()
+    file = run.folder / "report/profile-steps-2-3.json.gz"
+    assert f"profile of steps 2 to 3: {file}" in result.err
+    names = [event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 2
+    run.arguments[-2:] = ["train.max_steps=5", "profile.steps=3-5"]
+    run.finished()
+    assert len([*run.folder.glob("report/profile*")]) == 1, "a run that resumes in the window records nothing"
+
+
+def test_a_resnet50_step_is_three_times_its_published_forward_flops() -> None:
+    # torchvision documents 4.089 G multiply-adds for the forward pass. The backward pass takes
+    # twice that, except for the gradient of the first layer's input.
+    flops = flops_per_image(Model(arch="resnet50"), 1000, 224)
+    assert flops == pytest.approx(3 * 2 * 4.089e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [("NVIDIA H100 PCIe", "fp16", 756e12), ("NVIDIA A100-SXM4-80GB", "tf32", 156e12),
+     ("NVIDIA L4", "bf16", 121e12), ("NVIDIA A100-SXM4-80GB", "fp32", None), ("Some GPU", "bf16", None),
+     ("NVIDIA L40", "bf16", None), ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA GB200", "bf16", None),
+     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None)],
+)  # fmt: skip
+def test_a_device_without_a_known_peak_has_no_mfu(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    config = load("digits", [f"train.precision={precision}"])
+    plan = make_plan(config, World(), DataSize(1437, 360, 10))
+    gpu = Group(World(), torch.device("cuda"))
+    flops = 1000 * flops_per_image(config.model, 10, 32)
+    meter = MfuMeter(config, replace(plan, world=2), gpu)
+    monkeypatch.setattr(mfu, "flops_per_image", lambda *_: pytest.fail("it counts again"))
+    assert meter.metrics(1000, 32) == ({} if peak is None else {"time/mfu": pytest.approx(flops / peak / 2)})
+    for group in (Group(World(), torch.device("cpu")), Group(World(2, 2, 1, 1), torch.device("cuda"))):
+        assert MfuMeter(config, plan, group).metrics(1000, 32) == {}
