@@ -47,10 +47,8 @@ def write(
 
 
 @pytest.mark.fault("C2")
-def test_every_damaged_checkpoint_is_detected_named_and_skipped(
-    run: RunFolder, notes: Notes, pytestconfig: pytest.Config
-) -> None:
-    count, pages = (200, 100) if pytestconfig.getoption("--faults") == "long" else (50, 5)
+def test_every_damaged_checkpoint_is_named_and_skipped(run: RunFolder, notes: Notes, full: bool) -> None:
+    count, pages = (200, 100) if full else (50, 5)
     path = write(run, 1, 2)[0]
     content = path.read_bytes()
     rng = random.Random(7)
@@ -72,9 +70,7 @@ def test_every_damaged_checkpoint_is_detected_named_and_skipped(
 
 
 @pytest.mark.parametrize("call", ["read_bytes", "iterdir", "stat"])
-def test_storage_out_of_reach_is_no_damage(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_lost_storage_is_no_damage(run: RunFolder, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     failing, real = [run.path, run.checkpoints, write(run, 1, 2)[0]], getattr(Path, call)
 
     def fail(path: Path, **options: Any) -> Any:

@@ -131,9 +131,7 @@ def test_a_model_is_compiled_if_that_repays(recipe: str, pass_s: float, queued_s
      (SubprocException("Traceback ...\nCompilationError: at 7:18: unexpected type fp64"), False),
      (NotImplementedError("no lowering for aten.frobnicate"), False)],
 )  # fmt: skip
-def test_what_another_start_may_not_meet_is_told_from_a_model_that_cannot_be_compiled(
-    inner: Exception, is_of_machine: bool
-) -> None:
+def test_a_fault_of_the_machine_is_told_from_one_of_the_model(inner: Exception, is_of_machine: bool) -> None:
     assert is_fault_of_machine(InductorError(inner, None)) is is_of_machine
     wrapped = RuntimeError("compilation failed")
     wrapped.__cause__ = inner

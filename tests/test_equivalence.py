@@ -35,9 +35,7 @@ def test_the_page_has_every_recipe_and_rows_without_a_tolerance_are_identical() 
     [row if row.name in QUICK else pytest.param(row, marks=pytest.mark.full) for row in SMALL_ROWS],
     ids=lambda row: row.name,
 )
-def test_a_row_of_up_to_two_processes_has_the_published_weights(
-    row: Row, tmp_path: Path, digits: Path
-) -> None:
+def test_up_to_two_processes_have_the_published_weights(row: Row, tmp_path: Path, digits: Path) -> None:
     assert digest(row, train(row, tmp_path, digits)) == row.weights
 
 

@@ -89,46 +89,41 @@ class Net(nn.Module):
         return output
 
 
-@pytest.fixture
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net()
+class Exact:
+    """The exact strategy with a small model, whose steps have four shards."""
 
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        config = load("digits", ["run.exact=true", "exact.shards=4", "batch.global=96"])
+        plan = make_plan(config, World(), DataSize(960, 96, 10))
+        self.strategy = ExactStrategy(config, plan, self.net, Group(World(), torch.device("cpu")))
+        self.shards = [torch.randn(8, 4) for _ in range(4)]
 
-@pytest.fixture
-def strategy(net: Net) -> ExactStrategy:
-    config = load("digits", ["run.exact=true", "exact.shards=4", "batch.global=96"])
-    plan = make_plan(config, World(), DataSize(960, 96, 10))
-    return ExactStrategy(config, plan, net, Group(World(), torch.device("cpu")))
-
-
-@pytest.fixture
-def shards() -> list[torch.Tensor]:
-    return [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    def step(self, scale: float = 1) -> bool:
+        """Compute the gradients of one step; return True if one overflows."""
+        self.net.zero_grad()
+        for micro, images in enumerate(self.shards):
+            with self.strategy.gradient_sync(micro):
+                backward(self.strategy.forward(images), images, scale)
+        return self.strategy.has_overflow()
 
 
 def backward(output: torch.Tensor, images: torch.Tensor, scale: float = 1) -> None:
     (output * images[:, :3] * scale).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def step(strategy: ExactStrategy, shards: list[torch.Tensor], scale: float = 1) -> bool:
-    """Compute the gradients of one step, one pass for each shard; return True if one overflows."""
-    strategy.model.zero_grad()
-    for micro, images in enumerate(shards):
-        with strategy.gradient_sync(micro):
-            backward(strategy.forward(images), images, scale)
-    return strategy.has_overflow()
+@pytest.fixture
+def exact() -> Exact:
+    return Exact()
 
 
-def test_the_gradient_is_the_mean_of_the_shards_gradients(
-    strategy: ExactStrategy, net: Net, shards: list[torch.Tensor]
-) -> None:
-    reference = copy.deepcopy(net)
-    step(strategy, shards[::-1], 2)  # of which nothing is left
+def test_the_gradient_is_the_mean_of_the_shards_gradients(exact: Exact) -> None:
+    net, reference, means = exact.net, copy.deepcopy(exact.net), []
+    exact.step(2)  # of which nothing is left
     net.norm.reset_running_stats()
-    step(strategy, shards)
-    means = []
-    for images in shards:
+    exact.step()
+    for images in exact.shards:
         reference.norm.reset_running_stats()
         backward(reference(images), images)
         means.append(reference.norm.running_mean.clone())
@@ -139,46 +134,38 @@ def test_the_gradient_is_the_mean_of_the_shards_gradients(
     assert net.norm.num_batches_tracked == 1, "counts one batch for each step"
 
 
-def test_constants_and_frozen_statistics_stay_bit_for_bit_and_others_are_averaged(
-    strategy: ExactStrategy, net: Net, shards: list[torch.Tensor]
-) -> None:
+def test_constants_and_frozen_statistics_stay_bit_for_bit_and_others_are_averaged(exact: Exact) -> None:
+    net = exact.net
     net.norm.running_mean = torch.randn(3) * 1e-9  # smaller than 2^-36, the unit of averaged statistics
     net.norm.eval()
     expected = {name: old.clone() for name, old in net.named_buffers() if name != "centre"}
-    step(strategy, shards)
-    assert not step(strategy, shards)
+    assert [exact.step(), exact.step()] == [False, False]
     for name, old in expected.items():  # as bytes: NaN is not equal
-        new = net.get_buffer(name)
-        assert new.numpy().tobytes() == old.numpy().tobytes(), name
-    torch.testing.assert_close(net.centre, 0.75 * torch.cat(shards).mean(0))
+        assert net.get_buffer(name).numpy().tobytes() == old.numpy().tobytes(), name
+    torch.testing.assert_close(net.centre, 0.75 * torch.cat(exact.shards).mean(0))
 
 
-def test_a_statistic_that_leaves_infinity_in_some_shards_only_is_an_overflow(
-    strategy: ExactStrategy, net: Net, shards: list[torch.Tensor]
-) -> None:
-    assert not step(strategy, shards)
-    shards[2][0, 0] = 11
-    assert step(strategy, shards), "infinity has no part in a mean"
-    net.get_buffer("lowest").fill_(torch.inf)
-    for images in shards:
+def test_a_statistic_that_leaves_infinity_in_some_shards_only_is_an_overflow(exact: Exact) -> None:
+    exact.shards[2][0, 0] = 11
+    assert exact.step(), "infinity has no part in a mean"
+    exact.net.lowest.fill_(torch.inf)
+    for images in exact.shards:
         images[0, 0] = 11
-    assert not step(strategy, shards)
-    torch.testing.assert_close(net.lowest, torch.stack([images.min() for images in shards]).mean())
+    assert not exact.step()
+    lowest = torch.stack([images.min() for images in exact.shards]).mean()
+    torch.testing.assert_close(exact.net.lowest, lowest)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e12])
-def test_an_overflow_is_noticed_and_cleared_at_the_next_step(
-    strategy: ExactStrategy, net: Net, shards: list[torch.Tensor], scale: float
-) -> None:
-    assert not step(strategy, shards)
-    assert step(strategy, shards, scale)
+def test_an_overflow_is_noticed_and_cleared_at_the_next_step(exact: Exact, scale: float) -> None:
+    assert [exact.step(), exact.step(scale)] == [False, True]
     # as on a GPU, where the host reads the flag a step later
-    guard = DeviceLossGuard(strategy, StepTimer(), "start again")
+    guard = DeviceLossGuard(exact.strategy, StepTimer(), "start again")
     assert not guard.check(2, torch.tensor(1.0), [])
-    optimizer = torch.optim.SGD(net.parameters(), fused=True)
+    optimizer = torch.optim.SGD(exact.net.parameters(), fused=True)
     guard.skip_bad_update(optimizer, has_scaler=False)
     assert optimizer.found_inf == 1, "the device skips the update"  # type: ignore[attr-defined]
     with pytest.raises(NotFiniteError, match="a gradient at step 2 is not finite, or larger than"):
         guard.sync()
-    net.norm.reset_running_stats()
-    assert not step(strategy, shards)
+    exact.net.norm.reset_running_stats()
+    assert not exact.step()

@@ -83,9 +83,7 @@ def test_images_that_could_not_be_read_are_not_trained_on(digits: Path) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 3])  # 3 was saved without its evaluation, and is saved again
-def test_the_best_the_last_and_every_nth_step_are_saved(
-    digits: Path, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
+def test_which_steps_are_saved(digits: Path, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     every = ("checkpoint.every=4 steps", "evaluate.every=3 steps", "train.max_steps=10")
     trainer = make_trainer(digits, *SMALL, *every)
     trainer.state.step = first

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import SMALL, Job, before_each
 
-from pipeline.addons.models.memory import explain_shortage, fit_passes, try_pass
+from pipeline.addons.models.memory import explain_shortage, fit_passes
 from pipeline.config.load import load
 from pipeline.data.order import Order
 from pipeline.errors import RequestError
@@ -84,9 +84,7 @@ def test_a_library_that_is_out_of_memory_counts_and_another_error_does_not(error
 
 
 @pytest.mark.parametrize(("step", "code"), [(1, 2), (5, 1)])
-def test_out_of_memory_in_the_first_steps_ends_the_request(
-    tmp_path: Path, digits: Path, step: int, code: int
-) -> None:
+def test_a_shortage_in_the_first_steps_ends_it(tmp_path: Path, digits: Path, step: int, code: int) -> None:
     job = Job(tmp_path / "run", ["digits", *SMALL, f"data.root={digits}"])
     job.prelude = before_each(
         "pipeline.train.step:Step.apply_gradients", "import torch",
@@ -110,16 +108,3 @@ def test_out_of_memory_in_the_first_steps_ends_the_request(
 def test_a_batch_that_cannot_be_split_is_refused(limit: int, words: tuple[str, ...], line: str) -> None:
     with pytest.raises(RequestError, match=line):
         fit(limit, *words)
-
-
-def test_a_trial_pass_holds_back_what_several_processes_need_and_leaves_no_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = load("digits", ["batch.global=96", "train.ema=0.9", "data.resident=off"])
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
-    held: list[int] = []
-    monkeypatch.setattr(torch, "empty", lambda size, **_: held.append(size))
-    for world in (World(), World(size=2, local_size=2)):
-        try_pass(config, make_plan(config, world, DIGITS), model, 2)
-        assert all(param.grad is None for param in model.parameters())
-    assert held[1] - held[0] == 2**30 + 4 * sum(param.numel() for param in model.parameters())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import DONE, SMALL, Job, assert_resumes, before_each, quick, two_nodes
+from harness import DONE, SMALL, Job, Result, assert_resumes, before_each, quick, two_nodes
 from harness import refused as line_of
 from torch import nn
 from torchvision import models
@@ -16,7 +16,6 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models.functions import meta_model
-from pipeline.addons.ops.plan_table import describe_memory
 from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
@@ -67,31 +66,19 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", ["fsdp", "stages"])
-def test_digits_are_learned_while_two_processes_become_four(
+@pytest.mark.parametrize("parallel", ["parallel=fsdp fsdp.shard=node train.clip=0.5", "parallel=stages"])
+def test_a_run_in_parts_resumes_at_other_numbers_of_processes(
     tmp_path: Path, digits: Path, parallel: str
 ) -> None:
-    arguments = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none",
-                 "data.workers=2", "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
-    run = Job(tmp_path / "run", [*arguments, "train.max_steps=84"], nproc=2)
-    assert run.run_in_forks().done["step"] == "84"
-    run.arguments.pop()
-    run.nproc = 4
-    assert float(run.run_in_forks().done["top1"]) >= 0.97
-    assert [row["step"] for row in run.trace()] == list(range(1, 169))
-
-
-@pytest.mark.long
-def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(
-    tmp_path: Path, digits: Path
-) -> None:
-    arguments = words(digits, "parallel=fsdp", "fsdp.shard=node", "train.clip=0.5", "train.ema=0.9")
-    expected = two_nodes(Job(tmp_path / "uninterrupted", arguments, nproc=4)).done
+    start: Callable[[Job], Result] = two_nodes if "fsdp" in parallel else Job.run_in_forks
+    arguments = words(digits, *parallel.split(), "train.ema=0.9")
+    expected = start(Job(tmp_path / "uninterrupted", arguments, nproc=4)).done
     run = Job(tmp_path / "run", [*arguments, "train.max_steps=6"], nproc=4)
-    assert two_nodes(run).done["step"] == "6"
+    assert start(run).done["step"] == "6"
     run.arguments.pop()
-    assert two_nodes(run).done == expected, "a resume has the same bits"
-    for step, run.nproc in ((15, 2), (18, 1), (21, 2)):  # a checkpoint has all weights
+    assert start(run).done == expected, "a resume has the same bits"
+    sizes = ((15, 2), (18, 1), (21, 2)) if "fsdp" in parallel else ((15, 2), (18, 4))
+    for step, run.nproc in sizes:  # a checkpoint has all weights
         run.arguments.append(f"train.max_steps={step}")
         assert run.run_in_forks().done["step"] == str(step)
 
@@ -103,13 +90,6 @@ def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
         line = line_of(partial(make_fsdp, group, "fsdp.shard=node"))
         assert line.startswith("fsdp.shard=node needs ")
         assert f"not ranks on {', '.join(hosts)}" in line
-
-
-def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
-    config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=2)
-    row = describe_memory(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))
-    assert "of which a process has about 1/2 = 6.0 MiB" in row
-    assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
 
 
 def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
@@ -215,9 +195,7 @@ def test_fsdp_predicts_before_it_trains_and_with_the_average_as_it_is_now() -> N
     assert torch.allclose(predict(images), 0.5 * before), "not as it was gathered"
 
 
-def test_all_processes_refuse_a_save_if_one_has_a_buffer_that_is_not_finite(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(tmp_path: Path, digits: Path) -> None:
     prelude = before_each(
         "pipeline.train.loop.save",
         "buffers = words[0].state.model.named_buffers()",

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,24 +157,6 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_work
     assert line.endswith(" 1436")
     assert plan_of("batch.global=1436", size=4).steps_per_epoch == 1
     assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image each")
-
-
-def test_the_batches_that_workers_hold_ready_are_counted() -> None:
-    words = ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"]
-    # 4 processes × (2 workers × (3 prefetched + one) + one in use + one arriving) × 3 × 224² bytes
-    # × (64 training + 64 validation images)
-    assert plan_of(*words, size=4).prefetch_bytes == 4 * 10 * 3 * 224 * 224 * 128
-    assert plan_of(*words, "data.workers=0", size=4).prefetch_bytes == 0
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
-    bound = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl
-    shown = "len(os.sched_getaffinity(0)), this_world().cpus"
-    code = f"import os; from pipeline.launcher import *; print({shown})"
-    done = subprocess.run([sys.executable, *launch, *bound, code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"1 {machine.available_cpus()}\n"
 
 
 def test_a_cgroup_and_those_above_it_limit_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

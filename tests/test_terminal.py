@@ -38,9 +38,7 @@ def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, d
     assert max(map(len, shown)) < 120
 
 
-def test_a_quiet_run_prints_nothing_and_copies_no_model_for_a_pass_that_it_does_not_need(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_quiet_run_prints_nothing_and_copies_no_model_in_vain(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "run.resume=never", "--quiet"]
     run = Job(tmp_path / "run", words, prelude="from pipeline.train import session; session.copy_to_host = 0")
     for _ in range(2):  # the second sets the first aside
@@ -80,7 +78,7 @@ def test_nothing_that_happens_to_standard_error_ends_or_changes_a_run(
 
 
 @pytest.mark.parametrize("happening", [BROKEN_PIPE, FULL_DISK, CLOSED], ids=["pipe", "disk", "closed"])
-def test_a_command_keeps_its_exit_code_if_its_result_cannot_be_written(
+def test_an_exit_code_survives_a_lost_output(
     tmp_path: Path, undisturbed: Job, digits: Path, happening: str
 ) -> None:
     damaged = tmp_path / "damaged"
