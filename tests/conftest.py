@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
+from harness import SMALL, Job
 from object_store import Bucket, FaultProxy, Rclone, S3Server, Weed
 from place import Place
 
@@ -119,6 +120,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     make_digits(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Callable[..., Job]:
+    """Return a function that makes a run of the digits with SMALL, further words and options."""
+
+    def make(*words: str, **options: Any) -> Job:
+        arguments = ["digits", f"data.root={digits}", *SMALL, *words]
+        return Job(tmp_path_factory.mktemp("job") / "run", arguments, **options)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +163,8 @@ def test_a_checkpoint_is_not_changed_by_the_next_step(run: RunFolder) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=12"]
-    return Job(tmp_path_factory.mktemp("trained") / "run", [*words, "checkpoint.every=4 steps"]).finished()
+def trained(job: Callable[..., Job]) -> Job:
+    return job("train.epochs=2", "train.max_steps=12", "checkpoint.every=4 steps").finished()
 
 
 @pytest.fixture
@@ -236,14 +236,13 @@ def test_changed_data_is_refused_and_named(tmp_path: Path, digits: Path) -> None
 
 
 @pytest.mark.fault("I1")
-def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "optimizer.lr=1e6", "schedule.warmup=0"]
-    run = Job(tmp_path / "run", [*words, "checkpoint.every=1 steps"], nproc=2)
+def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(job: Callable[..., Job]) -> None:
+    run = job("optimizer.lr=1e6", "schedule.warmup=0", "checkpoint.every=1 steps", nproc=2)
     first = run.run()
     assert first.code == 3
     assert "the loss is" in first.error or "not finite" in first.error
-    for path in run.checkpoints():
-        weights = decode(read_verified(path), path)["model"].values()
+    for number in range(len(run.checkpoints())):
+        weights = run.contents(number)["model"].values()
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights if tensor.is_floating_point())
     second = run.run()
     assert (second.code, second.error) == (3, first.error)

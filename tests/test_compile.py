@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_resumes
+from harness import SMALL, Job, assert_resumes, plan_of
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
@@ -23,14 +23,13 @@ from torch._inductor.exc import InductorError
 
 from pipeline.addons.models.compilation import is_fault_of_machine, missing_to_compile, reason_not_to
 from pipeline.addons.models.functions import meta_model
-from pipeline.config.load import load, recipe_names
+from pipeline.config.load import recipe_names
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.loss import Targets
 from pipeline.parallel.ddp import DDPStrategy
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import DataSize, Plan
-from pipeline.planning import make_plan
 from pipeline.record.failure import FAILURE
 from pipeline.world import World
 
@@ -116,7 +115,7 @@ def test_a_rank_that_cannot_compile_ends_the_others(tmp_path: Path, words: list[
 )  # fmt: skip
 def test_a_model_is_compiled_if_that_repays(recipe: str, pass_s: float, queued_s: float, reason: str) -> None:
     size = DataSize(9469, 3925, 10) if recipe == "imagenette" else DataSize(1_281_167, 50_000, 1000)
-    plan = make_plan(load(recipe, ["data.root=/data"]), World(), size)
+    _, plan = plan_of("data.root=/data", recipe=recipe, data=size)
     assert reason_not_to(plan, pass_s, queued_s) == reason
 
 
@@ -190,11 +189,9 @@ def train(strategy: Strategy, plan: Plan, epochs: int) -> None:
 
 
 def make_ddp(net: nn.Module | None, *words: str) -> tuple[DDPStrategy, Plan]:
-    config = load("digits", ["train.compile=on", "batch.accumulate=2", "batch.global=4", *words])
-    plan = make_plan(config, World(), DataSize(8, 8, 10))
-    return DDPStrategy(
-        config, plan, net or build(config.model, 10), Group(World(), torch.device("cpu"))
-    ), plan
+    config, plan = plan_of("train.compile=on", "batch.accumulate=2", "batch.global=4", *words)
+    model, group = net or build(config.model, 10), Group(World(), torch.device("cpu"))
+    return DDPStrategy(config, plan, model, group), plan
 
 
 @pytest.mark.usefixtures("alone")
@@ -221,8 +218,8 @@ def test_more_sizes_than_torch_recompiles_by_default_are_each_compiled_once(grap
 def test_a_recipe_is_one_graph_per_size_without_a_break(
     recipe: str, graphs: list[Any], full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load(recipe, ["train.compile=on", "parallel=ddp", "data.root=/data"])
-    plan = make_plan(config, World(), DataSize(1_281_167, 50_000, 1000))
+    words = ("train.compile=on", "parallel=ddp", "data.root=/data")
+    config, plan = plan_of(*words, recipe=recipe, data=DataSize(1_281_167, 50_000, 1000))
     monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))  # a break is an error
     strategy = Strategy(config, plan, meta_model(config.model, 1000), Group(World(), torch.device("meta")))
     sizes = plan.image_sizes if full else plan.image_sizes[:2]

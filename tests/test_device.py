@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import environment, in_ranks, refused
+from harness import environment, in_ranks, plan_of, refused
 
 from pipeline import device, machine
 from pipeline.addons.ops.model import check_model_builds
@@ -21,8 +21,6 @@ from pipeline.device import choose_device
 from pipeline.errors import RequestError
 from pipeline.operate import request, start
 from pipeline.operate.start import form_group
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.world import World
 
 DETERMINISTIC, EXACT = "run.deterministic=true", "run.exact=true"
@@ -76,9 +74,9 @@ def test_nccl_has_a_fixed_order_before_the_group_forms(monkeypatch: pytest.Monke
 
 def check_gradients(arch: str, size: int, *words: str, has_gpu: bool = True) -> None:
     """Make the checks of a start with a model."""
-    config = load("digits", [f"model.arch={arch}", f"augment.size={size}", "batch.global=8", *words])
-    here = World(has_gpu=has_gpu)
-    check_model_builds(config, make_plan(config, here, DataSize(96, 96, 10)), here, is_resumed=True)
+    model = (f"model.arch={arch}", f"augment.size={size}", "batch.global=8")
+    config, plan = plan_of(*model, *words, has_gpu=has_gpu)
+    check_model_builds(config, plan, World(has_gpu=has_gpu), is_resumed=True)
 
 
 @pytest.mark.parametrize(

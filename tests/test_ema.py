@@ -4,8 +4,8 @@ With `model.batchnorm=average` batch norm's running statistics are the mean over
 with `sync` each process normalises with those of all.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +17,6 @@ from pipeline.config.sections import Model
 from pipeline.model.architectures import build
 from pipeline.model.ema import MovingAverage, make_ema
 from pipeline.parallel.ddp import synchronise_batch_norm
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
 
 
 def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
@@ -39,16 +37,11 @@ def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
         torch.testing.assert_close(tensor.double(), exact, rtol=1e-5, atol=0)
 
 
-def checkpoint_of(run: Job, number: int) -> dict[str, Any]:
-    path = run.checkpoints()[number]
-    return decode(read_verified(path), path)
-
-
 @pytest.mark.long
 def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
     run = assert_resumes(tmp_path, words, 13)
-    contents = checkpoint_of(run, -1)
+    contents = run.contents()
     weights = quick("evaluate", str(run.folder)).done["weights"]
     assert f"weights=sha256:{weights}" in run.output()
     assert weights == weights_digest(contents["average"]) != weights_digest(contents["model"])
@@ -57,20 +50,19 @@ def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits
 def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path: Path) -> None:
     words = ["digits", *SMALL, "data.source=synthetic", "data.num_images=480", "data.workers=0",
              "train.precision=fp16", "train.clip=1", "train.epochs=1", "run.watch=1 steps"]  # fmt: skip
-    contents = checkpoint_of(assert_resumes(tmp_path, words, 5), -1)
+    contents = assert_resumes(tmp_path, words, 5).contents()
     assert 0 < contents["scaler"]["scale"] < 2.0**16, "an overflow has lowered the scale"
     weights = [tensor for tensor in contents["model"].values() if tensor.is_floating_point()]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
 
 
-def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0",
-             "run.deterministic=false", "train.ema=0.5", "checkpoint.every=1 steps"]  # fmt: skip
+def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(job: Callable[..., Job]) -> None:
+    words = ("train.max_steps=2", "data.workers=0", "run.deterministic=false", "train.ema=0.5")
     found = []
     for nproc, kind in ((1, "local"), (2, "average"), (2, "local")):
-        run = Job(tmp_path / f"{nproc}-{kind}", [*words, f"model.batchnorm={kind}"], nproc=nproc)
+        run = job(*words, "checkpoint.every=1 steps", f"model.batchnorm={kind}", nproc=nproc)
         assert run.run_in_forks().code == 0
-        found.append(checkpoint_of(run, 0))  # step 1, before any evaluation
+        found.append(run.contents(0))  # step 1, before any evaluation
     for part in ("model", "average"):
         # The first batch norm: its input does not depend on other statistics.
         name = next(name for name in found[0][part] if name.endswith("running_mean"))

@@ -3,47 +3,40 @@
 import copy
 import random
 import signal
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_each_sample_once, kill
+from harness import Job, assert_each_sample_once, kill, plan_of
 from torch import nn
 
-from pipeline.config.load import load
 from pipeline.errors import NotFiniteError
 from pipeline.group import Group
 from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.parallel.exact import ExactStrategy
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.timing import StepTimer
 from pipeline.world import World
 
-
-def job(folder: Path, digits: Path, world: int, *more: str) -> Job:
-    # The model and settings have batch norm, dropout, momentum and augmentation.
-    words = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", "run.exact=true",
-             "run.deterministic=false", "train.max_steps=18", "evaluate.every=9 steps",
-             "checkpoint.every=4 steps", "data.workers=2", "train.ema=0.9"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=world)
+MakeJob = Callable[..., Job]
+# The model and settings have batch norm, dropout, momentum and augmentation.
+EXACT = ("model.arch=mobilenet_v3_small", "run.exact=true", "run.deterministic=false", "train.max_steps=18",
+         "evaluate.every=9 steps", "checkpoint.every=4 steps", "data.workers=2",
+         "train.ema=0.9")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+def one_process(job: MakeJob) -> Job:
     """Run the job with one process, a new interpreter: forks of one process share their hashes."""
-    run = job(tmp_path_factory.mktemp("one-process") / "run", digits, 1)
-    run.interpreter = True
-    return run.finished()
+    return job(*EXACT, interpreter=True).finished()
 
 
 @pytest.mark.fault("F1", ci=1, long=20)
 @pytest.mark.parametrize("worlds", [(3, 2), pytest.param((4, 2, 3, 1), marks=pytest.mark.full)])
 def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(
-    tmp_path: Path, digits: Path, one_process: Job, worlds: tuple[int, ...], seed: int
+    job: MakeJob, one_process: Job, worlds: tuple[int, ...], seed: int
 ) -> None:
     draw = random.Random(seed)
-    run = job(tmp_path / "run", digits, 1)
+    run = job(*EXACT)
     share = 18 // len(worlds)
     for number, run.nproc in enumerate(worlds[:-1]):
         kill_at(run.start(), draw.randint(number * share + 1, (number + 1) * share))
@@ -60,9 +53,9 @@ def kill_at(run: Job, step: int) -> None:
     run.wait_gone(5)
 
 
-def test_a_killed_run_with_balanced_classes_resumes_exactly_too(tmp_path: Path, digits: Path) -> None:
-    alone = job(tmp_path / "alone", digits, 1, "data.balance=sqrt").finished()
-    killed = job(tmp_path / "killed", digits, 2, "data.balance=sqrt")
+def test_a_killed_run_with_balanced_classes_resumes_exactly_too(job: MakeJob) -> None:
+    alone = job(*EXACT, "data.balance=sqrt").finished()
+    killed = job(*EXACT, "data.balance=sqrt", nproc=2)
     kill_at(killed.start(), 16)  # in the second epoch
     killed.nproc = 4
     assert killed.run_in_forks().out == alone.output()
@@ -95,8 +88,7 @@ class Exact:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.net = Net()
-        config = load("digits", ["run.exact=true", "exact.shards=4", "batch.global=96"])
-        plan = make_plan(config, World(), DataSize(960, 96, 10))
+        config, plan = plan_of("run.exact=true", "exact.shards=4", "batch.global=96")
         self.strategy = ExactStrategy(config, plan, self.net, Group(World(), torch.device("cpu")))
         self.shards = [torch.randn(8, 4) for _ in range(4)]
 

@@ -1,26 +1,24 @@
 """A pass that does not fit into memory is split on all ranks, unless that would change the bits."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import SMALL, Job, before_each
+from harness import Job, before_each, plan_of
 
 from pipeline.addons.models.memory import explain_shortage, fit_passes
 from pipeline.config.load import load
 from pipeline.data.order import Order
 from pipeline.errors import RequestError
 from pipeline.group import Group
-from pipeline.plan import DataSize, Plan
-from pipeline.planning import make_plan
+from pipeline.plan import Plan
 from pipeline.world import World
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-DIGITS = DataSize(1437, 360, 10)
 
 
 class GroupOfTwo(Group):
@@ -38,10 +36,9 @@ def fit(
     limit: int, *words: str, other_limit: int = 1000, error: Exception = OUT_OF_MEMORY
 ) -> tuple[Plan, Plan, list[int], list[str]]:
     """Return (the plan before, the plan that fits, sizes of the passes tried, lines logged)."""
-    config = load("digits", ["batch.global=96", *words])
     # CUDA graphs are of one process
-    here = World(has_gpu=True) if config.train.compile == "reduce-overhead" else World(size=2, local_size=2)
-    plan = make_plan(config, here, DIGITS)
+    size = 1 if "train.compile=reduce-overhead" in words else 2
+    config, plan = plan_of("batch.global=96", *words, size=size, has_gpu=size == 1)
     tried: list[int] = []
     lines: list[str] = []
 
@@ -84,17 +81,17 @@ def test_a_library_that_is_out_of_memory_counts_and_another_error_does_not(error
 
 
 @pytest.mark.parametrize(("step", "code"), [(1, 2), (5, 1)])
-def test_a_shortage_in_the_first_steps_ends_it(tmp_path: Path, digits: Path, step: int, code: int) -> None:
-    job = Job(tmp_path / "run", ["digits", *SMALL, f"data.root={digits}"])
-    job.prelude = before_each(
+def test_a_shortage_in_the_first_steps_ends_it(job: Callable[..., Job], step: int, code: int) -> None:
+    prelude = before_each(
         "pipeline.train.step:Step.apply_gradients", "import torch",
         f"if calls == {step}: raise torch.OutOfMemoryError('CUDA out of memory')",
     )  # fmt: skip
-    result = job.run_in_forks()
+    run = job(prelude=prelude)
+    result = run.run_in_forks()
     says = "the first steps do not fit into memory (CUDA out of memory): raise batch.accumulate, which is 1"
     assert (result.code, says in result.err) == (code, code == 2), result.err
     if code == 2:
-        again = Job(job.folder, job.arguments).run_in_forks()
+        again = Job(run.folder, run.arguments).run_in_forks()
         assert (again.code, says in again.error) == (2, True)
 
 

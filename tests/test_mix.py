@@ -1,17 +1,12 @@
 """Mixup and cutmix: images and label weights are those of the papers."""
 
-import pytest
 import torch
+from harness import plan_of, refused
 from torch.nn import functional
 
-from pipeline.config.load import load
 from pipeline.config.sections import Augment, Train
 from pipeline.data.mix import draw_mix, mix_images, own_label_weights, swap_partners
-from pipeline.errors import RequestError
 from pipeline.model.loss import Targets, classification_loss
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
-from pipeline.world import World
 
 
 def mixed(options: Augment) -> tuple[torch.Tensor, ...]:
@@ -61,6 +56,5 @@ def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
 
 
 def test_passes_with_an_odd_number_of_images_are_refused() -> None:
-    config = load("digits", ["batch.global=45", "augment.mixup=0.2"])
-    with pytest.raises(RequestError, match="mix pairs, and a pass has 15 images"):
-        make_plan(config, World(size=3, local_size=3), DataSize(1437, 360, 10))
+    line = refused(lambda: plan_of("batch.global=45", "augment.mixup=0.2", size=3))
+    assert "mix pairs, and a pass has 15 images" in line

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import DONE, SMALL, Job, Result, assert_resumes, before_each, quick, two_nodes
-from harness import refused as line_of
+from harness import DONE, SMALL, Job, Result, assert_resumes, before_each, plan_of, quick, refused, two_nodes
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
@@ -23,10 +22,6 @@ from pipeline.config.load import load
 from pipeline.config.sections import Model
 from pipeline.group import Group
 from pipeline.model.architectures import build
-from pipeline.plan import DataSize, Plan
-from pipeline.planning import make_plan
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
 from pipeline.world import World
 
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
@@ -40,8 +35,7 @@ def words(digits: Path, *more: str) -> list[str]:
 
 
 def make_fsdp(group: Group, *words: str) -> FSDPStrategy:
-    config = load("digits", ["parallel=fsdp", *words])
-    plan = make_plan(config, group.world, DataSize(960, 96, 10))
+    config, plan = plan_of("parallel=fsdp", *words, size=group.world.size)
     return FSDPStrategy(config, plan, build(config.model, 10), group)
 
 
@@ -58,7 +52,7 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
     assert expected
     assert evaluated["weights"] == expected["weights"]
     assert abs(float(evaluated["top1"]) - float(expected["top1"])) <= 1 / 360
-    contents = decode(read_verified(run.checkpoints()[-1]), run.folder)
+    contents = run.contents()
     whole = build(load("digits", list(SMALL)).model, 10).state_dict()
     for part in ("model", "average"):
         assert list(contents[part]) == list(whole)
@@ -87,25 +81,21 @@ def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
     for local_size, hosts in ((1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])):
         group = Group(World(size=4, local_size=local_size), torch.device("cpu"))
         group.hosts = hosts
-        line = line_of(partial(make_fsdp, group, "fsdp.shard=node"))
+        line = refused(partial(make_fsdp, group, "fsdp.shard=node"))
         assert line.startswith("fsdp.shard=node needs ")
         assert f"not ranks on {', '.join(hosts)}" in line
 
 
 def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
-    def plan(*words: str) -> Plan:
-        config = load("digits", ["parallel=stages", *words])
-        return make_plan(config, World(size=4, local_size=4), DataSize(960, 96, 10))
-
     for wrong, says in (
         (["stages.count=3"], "worlds that work are 3, 6"),
         (["stages.micro_batches=7"], "the nearest that work are 2, 3, 4, 6, 8, 12"),
         (["stages.count=4", "stages.micro_batches=2"], "is less than"),
     ):
-        line = line_of(partial(plan, *wrong))
+        line = refused(partial(plan_of, "parallel=stages", *wrong, size=4))
         assert says in line
         assert wrong[-1] in line
-    made = plan("batch.accumulate=2")
+    _, made = plan_of("parallel=stages", "batch.accumulate=2", size=4)
     assert (made.stages, made.micro_batch, made.micro_batches, made.bn_batch) == (2, 12, 4, 6)
 
 
@@ -168,10 +158,10 @@ def test_stages_cost_about_the_same_and_no_more_than_there_are_layers() -> None:
         return [sum(name.startswith("layer") for layer in stage for name in layer.owns) for stage in stages]
 
     assert split("resnet50", 4, 224) == [4, 4, 4, 4]
-    assert "too large for resnet18: " in (line := line_of(partial(split, "resnet18", 13, 64)))
+    assert "too large for resnet18: " in (line := refused(partial(split, "resnet18", 13, 64)))
     assert line.startswith("stages.count=13 is ")
     assert "at most 11" in line
-    line = line_of(partial(split, "squeezenet1_0", 2, 64))
+    line = refused(partial(split, "squeezenet1_0", 2, 64))
     assert line.startswith("parallel=stages cannot split model.arch=squeezenet1_0: ")
 
 
@@ -195,15 +185,14 @@ def test_fsdp_predicts_before_it_trains_and_with_the_average_as_it_is_now() -> N
     assert torch.allclose(predict(images), 0.5 * before), "not as it was gathered"
 
 
-def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(tmp_path: Path, digits: Path) -> None:
+def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(job: Callable[..., Job]) -> None:
     prelude = before_each(
         "pipeline.train.loop.save",
         "buffers = words[0].state.model.named_buffers()",
         "first = next(buffer for name, buffer in buffers if 'running_var' in name)",
         "if os.environ['RANK'] == '1': first.fill_(float('inf'))",
     )
-    arguments = words(digits, "parallel=fsdp", "train.max_steps=2", "run.timeout=20")
-    run = Job(tmp_path / "run", arguments, nproc=2, prelude=prelude)
+    run = job("parallel=fsdp", "train.max_steps=2", "run.timeout=20", nproc=2, prelude=prelude)
     result = run.run_in_forks()
     refusals = result.err.count("weights are not finite at step 2: not saved")
     assert (result.code, refusals) == (3, 1), result.err

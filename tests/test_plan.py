@@ -12,15 +12,14 @@ from pipeline import machine
 from pipeline.config.load import load
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize, Plan
-from pipeline.planning import divide_resources, make_plan
+from pipeline.planning import divide_resources
 from pipeline.world import World
 
-DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
 IMAGENET = DataSize(train_images=1_281_167, val_images=50_000, num_classes=1000)
 
 
-def plan_of(*words: str, size: int = 1, data: DataSize = DIGITS, **world: Any) -> Plan:
-    return make_plan(load("digits", list(words)), World(**{"size": size, "local_size": size, **world}), data)
+def plan_of(*words: str, **options: Any) -> Plan:
+    return harness.plan_of(*words, **options)[1]
 
 
 def refused(*words: str, **options: Any) -> str:

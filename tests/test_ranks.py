@@ -2,25 +2,19 @@
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import SMALL, Job, before_each, free_port, in_ranks
+from harness import Job, before_each, free_port, in_ranks
 
 from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
 
-
-def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=24",
-             "checkpoint.every=4 steps", "evaluate.every=24 steps"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=nproc)
-
-
+SHORT = ("data.workers=0", "train.max_steps=24", "checkpoint.every=4 steps", "evaluate.every=24 steps")
 OFTEN = (
     "at step 12 rank 1 on ",
     "than 2 of 3 processes, first in stage2.0.branch1.0.weight (equal at step 9)",
@@ -38,11 +32,11 @@ SAVE = ("at step 12 rank 2 on ",)
     ids=["often", "two ranks", "before a save", "exact"],
 )  # fmt: skip
 def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
-    tmp_path: Path, digits: Path, nproc: int, rank: int, words: tuple[str, ...], says: tuple[str, ...]
+    job: Callable[..., Job], nproc: int, rank: int, words: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
     lowest_bit = "words[0].param_groups[0]['params'][1].data.view(torch.int32).view(-1)[3]"
     flip = f"if (os.environ['RANK'], calls) == ('{rank}', 10): {lowest_bit} ^= 1"
-    run = job(tmp_path / "run", digits, nproc, *words)
+    run = job(*SHORT, *words, nproc=nproc)
     run.prelude = before_each("torch.optim.SGD.step", "import torch", flip)
     result = run.run()
     assert (result.code, "Traceback" in result.err) == (1, False), result.err
@@ -51,8 +45,8 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
-def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, 2, "train.max_steps=6", "track.every=2 steps")
+def test_a_slow_rank_is_named_once(job: Callable[..., Job]) -> None:
+    run = job(*SHORT, "train.max_steps=6", "track.every=2 steps", nproc=2)
     slow = "time.sleep(0.3 * int(os.environ['RANK']))"
     run.prelude = before_each("torch.nn.functional.cross_entropy", slow)
     result = run.run()

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,9 @@ def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, d
     assert max(map(len, shown)) < 120
 
 
-def test_a_quiet_run_prints_nothing_and_copies_no_model_in_vain(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "run.resume=never", "--quiet"]
-    run = Job(tmp_path / "run", words, prelude="from pipeline.train import session; session.copy_to_host = 0")
+def test_a_quiet_run_prints_nothing_and_copies_no_model_in_vain(job: Callable[..., Job]) -> None:
+    no_copy = "from pipeline.train import session; session.copy_to_host = 0"
+    run = job("train.max_steps=1", "run.resume=never", "--quiet", prelude=no_copy)
     for _ in range(2):  # the second sets the first aside
         result = run.run()
         assert (result.code, result.err, result.done["step"]) == (0, "", "1")
@@ -58,9 +59,8 @@ NOT_READ = (
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=4", "evaluate.every=2 steps"]
-    return Job(tmp_path_factory.mktemp("runs") / "undisturbed", words).finished()
+def undisturbed(job: Callable[..., Job]) -> Job:
+    return job("train.max_steps=4", "evaluate.every=2 steps").finished()
 
 
 @pytest.mark.parametrize(

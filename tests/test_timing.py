@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, read_rows
+from harness import Job, plan_of, read_rows
 from torch.optim import SGD
 
 import pipeline.timing
@@ -28,7 +28,6 @@ from pipeline.guards.signals import StopRequest
 from pipeline.operate.request import Checked
 from pipeline.operate.start import run_rank
 from pipeline.parallel import strategy
-from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
@@ -171,9 +170,8 @@ def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) ->
     assert advice is None if says is None else advice and advice[1].startswith(says)
 
 
-def test_the_profile_contains_the_requested_steps(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0"]
-    run = Job(tmp_path / "run", [*words, "train.max_steps=3", "profile.steps=2-3"])
+def test_the_profile_contains_the_requested_steps(job: Callable[..., Job]) -> None:
+    run = job("data.workers=0", "train.max_steps=3", "profile.steps=2-3")
     result = run.run()
     file = run.folder / "report/profile-steps-2-3.json.gz"
     assert f"profile of steps 2 to 3: {file}" in result.err
@@ -202,8 +200,7 @@ def test_a_device_without_a_known_peak_has_no_mfu(
     monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    config = load("digits", [f"train.precision={precision}"])
-    plan = make_plan(config, World(), DataSize(1437, 360, 10))
+    config, plan = plan_of(f"train.precision={precision}")
     gpu = Group(World(), torch.device("cuda"))
     flops = 1000 * flops_per_image(config.model, 10, 32)
     meter = MfuMeter(config, replace(plan, world=2), gpu)
