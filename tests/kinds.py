@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models import ConvNeXt, mobilenet_v3_small, resnet18
 from torchvision.models.convnext import CNBlockConfig
-from torchvision.models.vision_transformer import EncoderBlock
 
 from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.models import zoo
@@ -111,18 +110,6 @@ def net(*layers: nn.Module, channels: int = 16) -> nn.Module:
     """Return a small network with `layers`, which take 16 channels, in the middle."""
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), *layers, *head)
-
-
-class Tokens(nn.Module):
-    """A block of a vision transformer on pixels as tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = EncoderBlock(4, 16, 32, 0.1, 0.1, nn.LayerNorm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens: Tensor = self.block(x.flatten(2).transpose(1, 2))
-        return tokens.transpose(1, 2).view(x.shape)
 
 
 def convolution(out: int, size: int, **options: Any) -> Callable[[], nn.Module]:
@@ -204,14 +191,10 @@ def files() -> Iterator[bytes]:
         yield file.getvalue()
 
 
-def decoded() -> Iterator[Tensor]:
-    return (decode(data) for data in files())
-
-
-def augmented(*words: str, draws: int = 12) -> Iterator[Tensor]:
+def augmented(*words: str) -> Iterator[Tensor]:
     options = load("digits", [*WORDS, *words]).augment
     pictures = [Picture.open(data) for data in files()]
-    for draw in range(draws):
+    for draw in range(12):
         picture = pictures[draw % len(pictures)]
         yield augment(picture, options, options.size, 0, SampleKey(draw // 4, draw, 0))
 
@@ -283,7 +266,6 @@ KINDS: dict[str, Callable[[], Iterable[Tensor]]] = {
     "batch norm": lambda: train(BLOCK),
     "layer norm": lambda: train(lambda: net(nn.LayerNorm([16, 16, 16]))),
     "group norm": lambda: train(lambda: net(nn.GroupNorm(4, 16))),
-    "attention": lambda: train(lambda: net(nn.MaxPool2d(2), Tokens())),
     "GELU": lambda: train(lambda: net(nn.GELU(), nn.GELU("tanh"))),
     "SiLU, ELU, softplus": lambda: train(lambda: net(nn.SiLU(), nn.ELU(), nn.Softplus())),
     "hard-swish": lambda: train(lambda: net(nn.Hardswish(), nn.Hardsigmoid(), nn.ReLU6())),
@@ -309,15 +291,14 @@ KINDS: dict[str, Callable[[], Iterable[Tensor]]] = {
     "MobileNet V3 at 32 px": lambda: train(lambda: mobilenet_v3_small(num_classes=10), "augment.size=32"),
     "airbench94 at 16 px": lambda: train(zoo.airbench94),
     "functions of torch": torch_functions,
-    "decoded pixels": decoded,
+    "decoded pixels": lambda: map(decode, files()),
     "resized pixels": resized,
     "crop, flip and erasing": lambda: augmented("augment.flip=0.5", "augment.erase=0.9"),
     "shifted pixels": lambda: augmented("augment.pad=2"),
     **{
         name: lambda word=f"augment.policy={name}": augmented(word)  # type: ignore[misc]
-        for name in ("randaugment", "autoaugment", "trivialaugment")
+        for name in ("randaugment", "autoaugment", "trivialaugment", "augmix")
     },
-    "augmix": lambda: augmented("augment.policy=augmix"),
     "draws of mixup and crops": draws,
     "learning rates": schedules,
     "order of the samples": orders,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_resumes, quick
+from harness import SMALL, Job, assert_resumes
 from torch import nn
 
 from pipeline.addons.models.trained import weights_digest
@@ -35,16 +35,6 @@ def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
     for tensor, mean in zip(ema.state_dict().values(), expected, strict=True):
         exact = mean if tensor.is_floating_point() else torch.tensor(100.0).double()  # counters are copied
         torch.testing.assert_close(tensor.double(), exact, rtol=1e-5, atol=0)
-
-
-@pytest.mark.long
-def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
-    run = assert_resumes(tmp_path, words, 13)
-    contents = run.contents()
-    weights = quick("evaluate", str(run.folder)).done["weights"]
-    assert f"weights=sha256:{weights}" in run.output()
-    assert weights == weights_digest(contents["average"]) != weights_digest(contents["model"])
 
 
 def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models.functions import meta_model
+from pipeline.addons.models.trained import weights_digest
 from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
@@ -53,6 +54,7 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
     assert evaluated["weights"] == expected["weights"]
     assert abs(float(evaluated["top1"]) - float(expected["top1"])) <= 1 / 360
     contents = run.contents()
+    assert evaluated["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
     whole = build(load("digits", list(SMALL)).model, 10).state_dict()
     for part in ("model", "average"):
         assert list(contents[part]) == list(whole)
