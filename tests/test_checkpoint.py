@@ -205,19 +205,6 @@ def test_forbidden_changes_on_resume_are_refused_by_name(copied: Job) -> None:
         assert "creating" not in result.err, "before the model is made"
 
 
-@pytest.mark.full
-def test_resume_never_sets_the_run_aside_and_a_path_resumes_from_that_step(trained: Job, copied: Job) -> None:
-    copied.arguments.append("run.resume=never")
-    assert copied.run().out == trained.output(), "a fresh start of the same request is the same run"
-    (aside,) = copied.folder.glob("before-*")
-    assert (aside / "journal.jsonl").exists()
-    earlier = next(path for path in copied.checkpoints() if step_of(path) == 8)
-    copied.arguments[-1] = f"run.resume={earlier}"
-    result = copied.run()
-    assert f"resuming from {earlier}" in result.err
-    assert result.out == trained.output()
-
-
 @pytest.mark.fault("E4")
 def test_changed_data_is_refused_and_named(tmp_path: Path, digits: Path) -> None:
     root = tmp_path / "digits"
