@@ -100,26 +100,26 @@ def test_other_models_have_deterministic_gradients(arch: str) -> None:
     check_gradients(arch, 224, DETERMINISTIC)
 
 
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4"}
+
+
 @pytest.mark.parametrize(
-    ("gpus", "local_rank", "visible", "is_launched", "expected"),
-    [(4, 3, None, True, 3), (4, 3, "0,1,2,3", True, 3), (1, 3, "3", True, 0), (1, 3, None, True, None),
-     (1, 0, "3", False, None)],
+    ("gpus", "rank", "env", "expected"),
+    [(4, 3, LAUNCHED, 3), (4, 3, {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3),
+     (1, 3, {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "3"}, 0), (1, 3, LAUNCHED, None),
+     (1, 0, {"CUDA_VISIBLE_DEVICES": "3"}, None)],
 )  # fmt: skip
 def test_a_process_may_see_all_gpus_or_only_its_own(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int, visible: str | None, is_launched: bool,
-    expected: int | None,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, env: dict[str, str], expected: int | None
+) -> None:
     for name, answer in {"is_available": True, "device_count": gpus, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(device, "_compute", lambda _: None)
-    variables = {"RANK": "0", "WORLD_SIZE": "4"} if is_launched else {}
-    variables |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    for name in ("CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE"):
+    for name in ("CUDA_VISIBLE_DEVICES", *LAUNCHED):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
-    world = World(size=4, local_size=4, rank=local_rank, local_rank=local_rank, has_gpu=True)
-    choose = partial(choose_device, load("digits", []), world)
+    choose = partial(choose_device, load("digits", []), World(4, 4, rank, rank, has_gpu=True))
     if expected is None:
         assert refused(choose).startswith(f"4 processes on this machine but {gpus} usable GPUs: start one")
     else:

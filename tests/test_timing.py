@@ -2,81 +2,50 @@
 
 import gzip
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from harness import Job, plan_of, read_rows
-from torch.optim import SGD
+from harness import Job, before_each, plan_of, read_rows
 
 import pipeline.timing
-from pipeline.addons.datasets.sources import open_source
-from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.run import mfu
 from pipeline.addons.run.mfu import MfuMeter, flops_per_image
 from pipeline.addons.run.timing import CudaStepTimer, advise
-from pipeline.config.load import load
 from pipeline.config.sections import Model
-from pipeline.data.loader import TrainBatches
 from pipeline.group import Group
-from pipeline.guards.signals import StopRequest
-from pipeline.operate.request import Checked
-from pipeline.operate.start import run_rank
-from pipeline.parallel import strategy
-from pipeline.planning import make_plan
-from pipeline.record.checkpoint import CheckpointWriter
-from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.world import World
 
 STEPS = 4
-# entry -> function that sleeps (class or module, name), seconds, calls in an epoch
-SLOW: dict[Entry, tuple[Any, str, float, int]] = {
-    "data": (TrainBatches, "__getitem__", 0.05, STEPS),
-    "forward_backward": (strategy, "classification_loss", 0.1, STEPS),
-    "optimizer": (SGD, "step", 0.15, STEPS),
-    "tracking": (Journal, Journal.log_metrics.__name__, 0.07, STEPS + 1),  # one more for validation
-    "validation": (Evaluator, "evaluate", 0.9, 1),
-    "checkpoint": (CheckpointWriter, "save", 1.2, 1),
+# entry -> function that sleeps, seconds, calls in an epoch
+SLOW: dict[Entry, tuple[str, float, int]] = {
+    "data": ("pipeline.data.loader:TrainBatches.__getitem__", 0.05, STEPS),
+    "forward_backward": ("pipeline.parallel.strategy.classification_loss", 0.1, STEPS),
+    "optimizer": ("torch.optim:SGD.step", 0.15, STEPS),
+    "tracking": ("pipeline.record.journal:Journal.log_metrics", 0.07, STEPS + 1),  # one more for validation
+    "validation": ("pipeline.addons.models.evaluator:Evaluator.evaluate", 0.9, 1),
+    "checkpoint": ("pipeline.record.checkpoint:CheckpointWriter.save", 1.2, 1),
 }
 
 
-def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(seconds)
-        return function(*arguments, **options)
-
-    return slow
-
-
-def test_entries_sum_to_the_wall_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "model.arch=shufflenet_v2_x0_5",
-             "augment.size=32", "batch.global=8", "train.epochs=2", "track.uri=none", "track.every=1 step",
-             "track.report=false", "run.device=cpu", "evaluate.batch=8", f"run.dir={tmp_path}"]  # fmt: skip
-    config, folder = load("digits", words), RunFolder(tmp_path)
-    source = open_source(config)
-    checked = Checked(config, source, make_plan(config, World(), source.size))
-    for kind, name, seconds, _ in SLOW.values():
-        monkeypatch.setattr(kind, name, slowed(getattr(kind, name), seconds))
-    folder.hold()
-    start = time.perf_counter()
-    run_rank(config, World(), folder, StopRequest(), checked)
-    wall = time.perf_counter() - start
-    folder.release()
-    metrics = [row.get("metrics", {}) for row in read_rows(folder.journal)]
+def test_entries_sum_to_the_wall_time(job: Callable[..., Job]) -> None:
+    words = ("data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32",
+             "batch.global=8", "train.epochs=2", "track.every=1 step", "evaluate.batch=8")  # fmt: skip
+    sleeps = [before_each(function, f"time.sleep({seconds})") for function, seconds, _ in SLOW.values()]
+    run = job(*words, prelude="\n".join(f"exec({code!r}, {{}})" for code in sleeps))
+    result = run.run()
+    assert result.code == 0, result.err
+    metrics = [row.get("metrics", {}) for row in read_rows(run.folder / "journal.jsonl")]
     found = [row for row in metrics if "time/epoch_s" in row]
     assert len(found) == 2, "one row an epoch"
-    assert 0.2 * wall < sum(row["time/epoch_s"] for row in found) < wall
+    assert 0.2 * result.seconds < sum(row["time/epoch_s"] for row in found) < result.seconds
     for row in found:
         total = sum(row[f"time/{entry}_s"] for entry in ENTRIES)
         assert total == pytest.approx(row["time/epoch_s"], rel=0.01)
-        for entry, (_, _, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
+        for entry, (_, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
             assert row[f"time/{entry}_s"] >= seconds * times, entry
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
 
