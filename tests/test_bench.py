@@ -66,13 +66,20 @@ def test_our_loop_is_compared_with_others(full: bool) -> None:
 
 
 @pytest.mark.full
-def test_exact_mode_and_a_recipe_are_compared(digits: Path) -> None:
+def test_exact_mode_a_recipe_and_our_loader_are_compared(digits: Path, photos: Path) -> None:
+    exact = (*SIZE, *MODEL, "run.exact=true", "exact.shards=4", "--only=plain", "--json")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    words = (*SIZE, *MODEL, "run.exact=true", "exact.shards=4", "--only=plain", "--json")
-    assert list(rows(succeed("loop", *words, launcher=torchrun))) == ["reference", "plain"]
+    assert list(rows(succeed("loop", *exact, launcher=torchrun))) == ["reference", "plain"]
     words = ("digits", f"data.root={digits}", "--seeds", "1", "train.max_steps=3", "run.device=cpu")
     text = succeed("top1", *words, *MODEL, "track.every=1 steps", "track.report=false")
     assert re.match(r"seed 0, \d+ s: digits [01]\.\d{4}, plain [01]\.\d{4}\n", text)
+    found = rows(succeed("data", "--images", str(photos), *SIZE, "--peers", "--json"))
+    peers = ["torchvision", "simplejpeg", "dali", "litdata"]
+    assert list(found) == ["reference", "plain", "lossless", "lossy", *peers]
+    for name, row in found.items():
+        assert row["images_per_s"] or (name in peers[2:] and "not installed" in row["note"]), row
+    plain, lossless, lossy = (found[name]["pixel_diff"] for name in ("plain", "lossless", "lossy"))
+    assert plain == lossless < 0.1 < lossy
 
 
 def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) -> str:
@@ -122,15 +129,3 @@ def test_a_part_without_time_is_named() -> None:
     assert re.search(r"^  anatomy +FAILED: not run, \d s are left$", text, re.MULTILINE)
     assert "not run: give --cifar DIR" in text
     assert "FAILED: anatomy" in text
-
-
-@pytest.mark.full
-def test_our_loader_is_compared_with_others(photos: Path) -> None:
-    found = rows(succeed("data", "--images", str(photos), *SIZE, "--peers", "--json"))
-    peers = ["torchvision", "simplejpeg", "dali", "litdata"]
-    assert list(found) == ["reference", "plain", "lossless", "lossy", *peers]
-    for name, row in found.items():
-        assert row["images_per_s"] or (name in peers[2:] and "not installed" in row["note"]), row
-    assert (found["reference"]["ratio"], found["reference"]["pixel_diff"]) == (1, 0)
-    plain, lossless, lossy = (found[name]["pixel_diff"] for name in ("plain", "lossless", "lossy"))
-    assert plain == lossless < 0.1 < lossy

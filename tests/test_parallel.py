@@ -12,7 +12,6 @@ from harness import DONE, SMALL, Job, Result, assert_resumes, before_each, plan_
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
-from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models.functions import meta_model
 from pipeline.addons.models.trained import weights_digest
@@ -114,13 +113,10 @@ def test_a_replica_in_its_own_thread_has_the_precision_of_training() -> None:
 
 SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
     arch: partial(build, Model(arch=arch), 10)
-    for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5")
+    for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "regnet_y_400mf")
 } | {
     "vit": partial(models.VisionTransformer, 64, 16, num_layers=4, num_heads=2, hidden_dim=32, mlp_dim=64),
     "swin": partial(models.SwinTransformer, [4, 4], 24, [1, 2], [2, 2], [4, 4]),
-    "regnet": lambda: models.RegNet(
-        BlockParams.from_init_params(depth=6, w_0=8, w_a=4.0, w_m=2.0, group_width=8)
-    ),
     "convnext": partial(models.ConvNeXt, [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)]),
 }
 
