@@ -8,7 +8,6 @@ for it. DDP's reducer, pipeline stages and compiled kernels are not Python, and 
 The process must run with the library of `fake_cuda.c` in LD_PRELOAD.
 """
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -108,8 +107,7 @@ class FakeEvent:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._blocking = blocking
 
-    def record(self, stream: Any = None) -> None:
-        pass
+    def record(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -126,17 +124,14 @@ class FakeEvent:
 class FakeStream:
     """A stream whose work has completed."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        pass
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
 
-    def wait_stream(self, stream: "FakeStream") -> None:
-        pass
+    def wait_stream(self, stream: "FakeStream") -> None: ...
 
     def record_event(self) -> FakeEvent:
         return FakeEvent()
 
-    def wait_event(self, event: FakeEvent) -> None:
-        pass
+    def wait_event(self, event: FakeEvent) -> None: ...
 
 
 def install() -> None:
@@ -154,14 +149,6 @@ def install() -> None:
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     torch.library.impl("aten::_fused_sgd_", "Meta")(lambda *args, **kwargs: None)
-
-
-def build_library(folder: Path) -> Path:
-    """Compile `fake_cuda.c` into `folder`, and return the library."""
-    library = folder / "fake_cuda.so"
-    source = Path(__file__).with_suffix(".c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return library
 
 
 def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
