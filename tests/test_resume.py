@@ -104,6 +104,29 @@ def test_a_restart_resumes_from_the_same_checkpoint(place: Place, monkeypatch: p
     assert resumes_from("never") == "auto"
 
 
+@pytest.mark.fault("F5")
+def test_forbidden_changes_are_refused_by_name(place: Place) -> None:
+    for change, says in (
+        ("batch.global=16", "batch.global: 8 -> 16"), ("run.seed=1", "run.seed: 0 -> 1"),
+        ("optimizer.lr=0.2", "optimizer.lr: 0.1 -> 0.2"), ("train.epochs=1", "it can only be increased"),
+    ):  # fmt: skip
+        code, err = place.train("run.dir=runs/done", change)
+        assert (code, says in err, "creating" in err) == (2, True, False), err
+
+
+@pytest.mark.fault("E4")
+def test_changed_data_is_refused_and_named(place: Place) -> None:
+    image = sorted((place.path / "images/train/class-0002").iterdir())[1]
+    resume = ("run.dir=runs/done", "train.max_steps=2")
+    content = image.read_bytes()
+    image.write_bytes(content + b"\0")
+    refuse(place, f"train/class-0002/{image.name} had", *resume)
+    image.unlink()
+    refuse(place, f"train/class-0002/{image.name} is gone", *resume)
+    image.write_bytes(content)
+    train(place, *resume)
+
+
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize("kind", ["empty folder", "link to nothing"])
 def test_a_restart_waits_for_data_that_is_away(place: Place, kind: str) -> None:
