@@ -54,7 +54,7 @@ test: setup
 
 # the same job started in every way, with every strategy; takes some minutes
 equivalence: setup
-	$(BIN)/python tests/equivalence.py docs/equivalence.md
+	$(BIN)/python tests/equivalence.py
 
 # a server of MLflow 2, in an environment of its own, for tests/test_delivery.py
 servers: build/mlflow-2.22/ready

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
+from harness import SMALL, Job
 from object_store import Bucket, FaultProxy, Rclone, S3Server, Weed
 from place import Place
 
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest = [
         "test_mirror", "test_kills", "test_rendezvous", "test_tracking", "test_nodes", "test_lock",
         "test_equivalence", "test_compile", "test_stops", "test_security", "test_store_data",
-        "test_bench", "test_docs", "test_dry_run", "test_kinds", "test_parts", "test_hangs", "test_models",
+        "test_bench", "test_docs", "test_dry_run", "test_portable", "test_parts", "test_hangs", "test_models",
         "test_doctor", "test_parallel",
     ]  # fmt: skip
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
@@ -91,6 +92,16 @@ def _no_interface() -> Iterator[None]:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make a process group of this process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
     return _is_full(request.config)
@@ -109,6 +120,17 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     make_digits(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Callable[..., Job]:
+    """Return a function that makes a run of the digits with SMALL, further words and options."""
+
+    def make(*words: str, **options: Any) -> Job:
+        arguments = ["digits", f"data.root={digits}", *SMALL, *words]
+        return Job(tmp_path_factory.mktemp("job") / "run", arguments, **options)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ for it. DDP's reducer, pipeline stages and compiled kernels are not Python, and 
 The process must run with the library of `fake_cuda.c` in LD_PRELOAD.
 """
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -42,26 +41,14 @@ GLOO_FOR_NCCL = dist.Backend._BackendPlugin(_gloo, True)
 """In place of NCCL, which needs a GPU."""
 
 
-class HostWaitError(Exception):
-    """The host would wait for the device in a function that must not."""
-
-
-class LayoutError(Exception):
-    """A fused update would read a gradient or a moment in another layout than its weight's."""
-
-
 class FakeCuda(TorchDispatchMode):
     """Runs operations on CUDA tensors without values, and all others for real.
 
-    Entered inside `FakeTensorMode(allow_non_fake_inputs=True)`.
+    Entered inside `FakeTensorMode(allow_non_fake_inputs=True)`. readable: the functions, by
+    qualified name, in which the host may read a value, and the value that it reads there.
     """
 
     def __init__(self, readable: dict[str, float]) -> None:
-        """Make the device.
-
-        readable: the functions, by qualified name, in which the host may read a value, and the
-        value that it reads there.
-        """
         super().__init__()
         self._waits: list[str] | None = None
         self._readable = readable
@@ -95,10 +82,7 @@ class FakeCuda(TorchDispatchMode):
 
     @contextmanager
     def watch(self, waits: list[str]) -> Iterator[None]:
-        """Append the function of each wait in the context to `waits`.
-
-        A function that is not readable raises HostWaitError there. Outside, any may wait.
-        """
+        """Append the function of each wait in the context, where only `readable` ones may wait."""
         self._waits, FakeEvent.device = waits, self
         try:
             yield
@@ -111,7 +95,7 @@ class FakeCuda(TorchDispatchMode):
         if self._waits is not None:
             self._waits.append(name)
             if name not in self._readable:
-                raise HostWaitError(name)
+                raise RuntimeError(f"the host would wait for the device in {name}")
         return self._readable.get(name, 0.0)
 
 
@@ -123,8 +107,7 @@ class FakeEvent:
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._blocking = blocking
 
-    def record(self, stream: Any = None) -> None:
-        pass
+    def record(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -141,17 +124,14 @@ class FakeEvent:
 class FakeStream:
     """A stream whose work has completed."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        pass
+    def __init__(self, device: Any = None, priority: int = 0) -> None: ...
 
-    def wait_stream(self, stream: "FakeStream") -> None:
-        pass
+    def wait_stream(self, stream: "FakeStream") -> None: ...
 
     def record_event(self) -> FakeEvent:
         return FakeEvent()
 
-    def wait_event(self, event: FakeEvent) -> None:
-        pass
+    def wait_event(self, event: FakeEvent) -> None: ...
 
 
 def install() -> None:
@@ -171,31 +151,25 @@ def install() -> None:
     torch.library.impl("aten::_fused_sgd_", "Meta")(lambda *args, **kwargs: None)
 
 
-def build_library(folder: Path) -> Path:
-    """Compile `fake_cuda.c` into `folder`, and return the library."""
-    library = folder / "fake_cuda.so"
-    source = Path(__file__).with_suffix(".c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    return library
-
-
 def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
     """Return True if an operation copies between host and device, and is not asynchronous."""
+    asynchronous = kwargs.get("non_blocking")
     if name == "_to_copy":
-        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
-        return source.type != target.type and not kwargs.get("non_blocking")
-    if name == "copy_":
-        asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-        return args[0].device.type != args[1].device.type and not asynchronous
-    return False
+        other = torch.device(kwargs.get("device") or args[0].device)
+    elif name == "copy_":
+        other, asynchronous = args[1].device, asynchronous or (len(args) > 2 and args[2])
+    else:
+        return False
+    return args[0].device.type != other.type and not asynchronous
 
 
 def _check_layouts(weights: list[Tensor], *gradients_and_moments: list[Tensor]) -> None:
+    """Fail if a fused update would read something in another layout than its weight's."""
     for others in filter(None, gradients_and_moments):
         for weight, other in zip(weights, others, strict=True):
             expected, found = _layout(weight), _layout(other)
             if found != expected:
-                raise LayoutError(f"{found} for a weight of {expected}")
+                raise RuntimeError(f"{found} for a weight of {expected}")
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:

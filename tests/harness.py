@@ -21,7 +21,13 @@ from typing import Any
 import forked
 import pytest
 
+from pipeline.config.load import load
+from pipeline.config.schema import Config
 from pipeline.errors import RequestError
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import make_plan
+from pipeline.record.checkpoint_files import read_verified
+from pipeline.world import World
 
 DONE = re.compile(
     r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) "
@@ -34,6 +40,8 @@ SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "ATEN_", "ONEDNN_", "LD_", "CUDA_", "TMPDIR")
 """Beginnings of the names of variables that Python and libraries read when they are loaded."""
+
+DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
 
 # Small and fast, with all that makes bit-identical results hard: batch norm, momentum, an LR
 # schedule, augmentation.
@@ -365,6 +373,13 @@ class Job:
             if key.startswith(prefixes)
         ]
 
+    def contents(self, number: int = -1) -> dict[str, Any]:
+        """Return what the newest checkpoint, or another, contains."""
+        from pipeline.record.checkpoint_contents import decode  # imports torch
+
+        path = self.checkpoints()[number]
+        return decode(read_verified(path), path)
+
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
 
@@ -427,6 +442,14 @@ def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2,
     assert resumed.run_in_forks().done == expected
     assert resumed.trace() == uninterrupted.trace()
     return uninterrupted
+
+
+def plan_of(
+    *words: str, recipe: str = "digits", data: DataSize = DIGITS, size: int = 1, **world: Any
+) -> tuple[Config, Plan]:
+    """Return the configuration of a request, and its plan for that many processes."""
+    config = load(recipe, list(words))
+    return config, make_plan(config, World(**{"size": size, "local_size": size, **world}), data)
 
 
 def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:

@@ -4,8 +4,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import bench, run_together
@@ -18,11 +18,17 @@ MAX_CALLS = 200  # Python functions of an update beyond those of the minimal loo
 MODEL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
 
 
-def rows(text: str) -> list[dict[str, object]]:
-    """Return the rows of `--json`; fail if one has other keys."""
-    found: list[dict[str, object]] = json.loads(text)["rows"]
+def succeed(name: str, *words: str, **options: Any) -> str:
+    result = bench(name, *words, **options)
+    assert result.code == 0, result.err
+    return result.out
+
+
+def rows(text: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of `--json` by name; fail if one has other keys."""
+    found = json.loads(text)["rows"]
     assert all(row.keys() - {"note"} == {"name", "images_per_s", "ratio", "pixel_diff"} for row in found)
-    return found
+    return {row["name"]: row for row in found}
 
 
 @pytest.fixture
@@ -36,9 +42,7 @@ def photos(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_benchmark_describes_itself(name: str) -> None:
-    result = bench(name, "--help")
-    assert result.code == 0, result.err
-    assert f"\n  python benchmarks/{name}.py" in result.out
+    assert f"\n  python benchmarks/{name}.py" in succeed(name, "--help")
     assert set(SCRIPTS) == {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"rounds"}
 
 
@@ -49,42 +53,33 @@ def test_a_benchmark_describes_itself(name: str) -> None:
      ("top1 nosuch", "recipe 'nosuch' is unknown")],
 )  # fmt: skip
 def test_a_wrong_request_is_one_line(words: str, line: str) -> None:
-    name, *rest = words.split()
-    result = bench(name, *rest)
-    assert result.code == 2
-    assert line in result.error
+    result = bench(*words.split())
+    assert (result.code, line in result.error) == (2, True), result.err
 
 
 def test_our_loop_is_compared_with_others(full: bool) -> None:
     names = ["torchvision", "timm", "plain", "loaded"] if full else ["timm", "plain"]
-    result = bench("loop", *SIZE, *MODEL, *(f"--only={name}" for name in names), "--json")
-    assert result.code == 0, result.err
-    found = rows(result.out)
-    assert [row["name"] for row in found] == ["reference", *names]
-    assert found[0]["ratio"] == 1
-    assert all(row["images_per_s"] for row in found)
+    found = rows(succeed("loop", *SIZE, *MODEL, *(f"--only={name}" for name in names), "--json"))
+    assert list(found) == ["reference", *names]
+    assert found["reference"]["ratio"] == 1
+    assert all(row["images_per_s"] for row in found.values())
 
 
 @pytest.mark.full
-def test_exact_mode_and_a_recipe_are_compared(digits: Path) -> None:
+def test_exact_mode_a_recipe_and_our_loader_are_compared(digits: Path, photos: Path) -> None:
+    exact = (*SIZE, *MODEL, "run.exact=true", "exact.shards=4", "--only=plain", "--json")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    words = (*SIZE, *MODEL, "run.exact=true", "exact.shards=4", "--only=plain", "--json")
-    result = bench("loop", *words, launcher=torchrun)
-    assert result.code == 0, result.err
-    assert [row["name"] for row in rows(result.out)] == ["reference", "plain"]
+    assert list(rows(succeed("loop", *exact, launcher=torchrun))) == ["reference", "plain"]
     words = ("digits", f"data.root={digits}", "--seeds", "1", "train.max_steps=3", "run.device=cpu")
-    result = bench("top1", *words, *MODEL, "track.every=1 steps", "track.report=false")
-    assert result.code == 0, result.err
-    assert re.fullmatch(r"seed 0, \d+ s: digits [01]\.\d{4}, plain [01]\.\d{4}", result.out.splitlines()[0])
-
-
-@pytest.fixture
-def on_one_cpu() -> Iterator[None]:
-    """Give one CPU to what a test starts: two threads wait for each other on a busy machine."""
-    cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cpus)})
-    yield
-    os.sched_setaffinity(0, cpus)
+    text = succeed("top1", *words, *MODEL, "track.every=1 steps", "track.report=false")
+    assert re.match(r"seed 0, \d+ s: digits [01]\.\d{4}, plain [01]\.\d{4}\n", text)
+    found = rows(succeed("data", "--images", str(photos), *SIZE, "--peers", "--json"))
+    peers = ["torchvision", "simplejpeg", "dali", "litdata"]
+    assert list(found) == ["reference", "plain", "lossless", "lossy", *peers]
+    for name, row in found.items():
+        assert row["images_per_s"] or (name in peers[2:] and "not installed" in row["note"]), row
+    plain, lossless, lossy = (found[name]["pixel_diff"] for name in ("plain", "lossless", "lossy"))
+    assert plain == lossless < 0.1 < lossy
 
 
 def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) -> str:
@@ -94,29 +89,27 @@ def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) 
     flags = [*(f"--only={part}" for part in parts), "--quick", "--batch=8", f"--images={photos}"]
     words = ("run.device=cpu", *MODEL[:2], "data.num_images=64", *more)
     file = tmp_path / "rows.txt"
-    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), *flags, f"--write={file}", *words]
+    # one CPU: two threads would wait for each other on a busy machine
+    command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable]
+    command += [str(ROOT / "benchmarks/gpu.py"), *flags, f"--write={file}", *words]
     result = run_together([command], [{"PYTHONPATH": f"{tmp_path}:{ROOT}"}])
     assert result.code == 0, result.err
-    printed = result.out.splitlines()
-    assert file.read_text().splitlines() == printed[:-1]
+    assert file.read_text().splitlines() == result.out.splitlines()[:-1]
     return result.out
 
 
-@pytest.mark.usefixtures("on_one_cpu")
 def test_the_parts_for_a_gpu_run_on_the_cpu(tmp_path: Path, photos: Path) -> None:
     text = gpu_parts(tmp_path, photos, ("pack", "anatomy", "graphs", "cifar"))
     expected = (
         "pipeline data pack +packed .* 0 bad", r"loaded .*images/s .*CPU [\d.]+ ms an image", "pack +done",
         "machine .*torch 2", r"speed +ours [\d.]+ ms, bare [\d.]+ ms, ratio",
-        "hidden waits +not run: needs a GPU",
-        r"calls +ours [\d,]+, bare [\d,]+, [\d,]+ more", "anatomy +done", "not run: needs a GPU",
-        "not run: give --cifar DIR",
+        "hidden waits +not run: needs a GPU", r"calls +ours [\d,]+, bare [\d,]+, (?P<more>[\d,]+) more",
+        "anatomy +done", "not run: needs a GPU", "not run: give --cifar DIR",
     )  # fmt: skip
-    assert re.search(".*".join(rf"^  {row}" for row in expected), text, re.MULTILINE | re.DOTALL), text
+    found = re.search(".*".join(rf"^  {row}" for row in expected), text, re.MULTILINE | re.DOTALL)
+    assert found, text
     assert "FAILED" not in text
-    more = re.search(r"bare [\d,]+, ([\d,]+) more", text)
-    assert more
-    assert int(more[1].replace(",", "")) < MAX_CALLS
+    assert int(found["more"].replace(",", "")) < MAX_CALLS
 
 
 @pytest.mark.full
@@ -132,24 +125,7 @@ def test_what_stops_and_resumes_a_run_is_checked(tmp_path: Path, photos: Path) -
 
 
 def test_a_part_without_time_is_named() -> None:
-    words = ("--limit=3", "--only=anatomy", "--only=cifar", "run.device=cpu")
-    result = bench("gpu", *words)
-    assert re.search(r"^  anatomy +FAILED: not run, \d s are left$", result.out, re.MULTILINE)
-    assert "not run: give --cifar DIR" in result.out
-    assert "FAILED: anatomy" in result.out
-
-
-@pytest.mark.full
-def test_our_loader_is_compared_with_others(photos: Path) -> None:
-    result = bench("data", "--images", str(photos), *SIZE, "--peers", "--json")
-    assert result.code == 0, result.err
-    found = {str(row["name"]): row for row in rows(result.out)}
-    peers = ["torchvision", "simplejpeg", "dali", "litdata"]
-    assert list(found) == ["reference", "plain", "lossless", "lossy", *peers]
-    for name, row in found.items():
-        assert row["images_per_s"] or (name in peers[2:] and "not installed" in str(row["note"])), row
-    assert (found["reference"]["ratio"], found["reference"]["pixel_diff"]) == (1, 0)
-    plain, lossless, lossy = (
-        float(str(found[name]["pixel_diff"])) for name in ("plain", "lossless", "lossy")
-    )
-    assert plain == lossless < 0.1 < lossy
+    text = bench("gpu", "--limit=3", "--only=anatomy", "--only=cifar", "run.device=cpu").out
+    assert re.search(r"^  anatomy +FAILED: not run, \d s are left$", text, re.MULTILINE)
+    assert "not run: give --cifar DIR" in text
+    assert "FAILED: anatomy" in text

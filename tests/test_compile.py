@@ -1,61 +1,45 @@
-"""A compiled run resumes bit for bit; a missing compiler is reported before anything starts."""
+"""A compiled run resumes bit for bit; what cannot be compiled is refused, and is no hang.
+
+Dynamo makes one whole graph of each model per image size, and makes it once; the function that
+takes the graphs there compiles nothing.
+"""
 
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import Any
 
 import pytest
 import torch
-from equivalence import COMPILED
-from harness import SMALL, Job, assert_resumes
+from harness import SMALL, Job, assert_resumes, plan_of
+from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import InductorError
 
 from pipeline.addons.models.compilation import is_fault_of_machine, missing_to_compile, reason_not_to
-from pipeline.config.load import load
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
+from pipeline.addons.models.functions import meta_model
+from pipeline.config.load import recipe_names
+from pipeline.group import Group
+from pipeline.model.architectures import build
+from pipeline.model.loss import Targets
+from pipeline.parallel.ddp import DDPStrategy
+from pipeline.parallel.strategy import Strategy
+from pipeline.plan import DataSize, Plan
 from pipeline.record.failure import FAILURE
 from pipeline.world import World
 
 needs_compiler = pytest.mark.skipif(bool(missing_to_compile()), reason=f"needs {missing_to_compile()}")
-SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]
 
 
-@needs_compiler
-@pytest.mark.full
-def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, digits: Path) -> None:
-    # the graphs of test_equivalence, so that the compiler's cache has them the second time
-    words = ["digits", f"data.root={digits}", *SMALL, *COMPILED[1].words.split()]
-    uninterrupted = assert_resumes(
-        tmp_path, [*words, "batch.global=96", "train.ema=0.9", "train.epochs=1"], 5, nproc=1
-    )
-    assert "compiled       yes: train.compile=on" in uninterrupted.log()
-
-
-@needs_compiler
-def test_a_run_whose_graphs_are_compiled_by_a_function_resumes_bit_for_bit(
-    tmp_path: Path, digits: Path
-) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "train.max_steps=4"]
-    assert_resumes(tmp_path, words, 2, nproc=1, prelude=compile_with("return graph"))
-
-
-@needs_compiler
-@pytest.mark.full
-def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=5", "train.epochs=2",
-             "batch.global=480", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
-    prelude = compile_with(
-        "print('compiling', flush=True)", "time.sleep(7 * int(os.environ['RANK']))", "return graph"
-    )
-    prelude += "from pipeline.operate import start\nstart._MARGIN_S = 1\n"
-    run = Job(tmp_path / "run", words, nproc=2, prelude=prelude)
-    assert run.run().code == 0, run.log()
-    assert run.output().count("compiling") == 8, "each rank, two parts of the model at two sizes"
+@pytest.fixture
+def words(digits: Path) -> list[str]:
+    return ["digits", f"data.root={digits}", *SMALL, "model.arch=squeezenet1_1", "augment.size=48",
+            "optimizer.lr=0.01", "data.workers=0", "train.compile=on"]  # fmt: skip
 
 
 def compile_with(*body: str) -> str:
@@ -71,63 +55,82 @@ def compile_with(*body: str) -> str:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("body", "code", "says"),
-    [("os.kill(os.getpid(), signal.SIGTERM); raise RuntimeError('it was ended')", 75, "asked to stop before"),
-     ("raise OSError(16)", 1, "OSError")],
+    "more",
+    [["train.max_steps=4"],
+     pytest.param(["train.max_steps=8", "train.ema=0.9", "batch.accumulate=2"], marks=pytest.mark.full)],
+    ids=["by a function", "by inductor"],
 )  # fmt: skip
-def test_what_ends_the_compiler_from_outside_is_no_permanent_failure(
-    tmp_path: Path, digits: Path, body: str, code: int, says: str
-) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
-    run = Job(tmp_path / "run", words, prelude=compile_with(body))
-    result = run.run()
-    assert (result.code, "cannot be compiled" in result.err) == (code, False), result.err
-    assert says in result.err
-    assert not (run.folder / FAILURE).exists()
+def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, words: list[str], more: list[str]) -> None:
+    prelude = "" if "train.ema=0.9" in more else compile_with("return graph")
+    run = assert_resumes(tmp_path, [*words, *more], 2, nproc=1, prelude=prelude)
+    assert "compiled       yes: train.compile=on" in run.log()
 
 
 @needs_compiler
-def test_a_rank_that_cannot_compile_ends_the_others(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
+@pytest.mark.full
+def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, words: list[str]) -> None:
+    words += ["run.timeout=5", "train.epochs=2", "batch.global=480", "augment.first_size=32",
+              "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
+    slow = ("print('compiling', flush=True)", "time.sleep(7 * int(os.environ['RANK']))", "return graph")
+    prelude = compile_with(*slow) + "from pipeline.operate import start\nstart._MARGIN_S = 1\n"
+    run = Job(tmp_path / "run", words, nproc=2, prelude=prelude).finished()
+    assert run.output().count("compiling") == 8, "each rank, two parts of the model at two sizes"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [("os.kill(os.getpid(), signal.SIGTERM); raise RuntimeError('it was ended')", 75, "asked to stop before"),
+     ("raise OSError(16)", 1, "OSError"),
+     ("raise AssertionError", 2, "squeezenet1_1 cannot be compiled: train with train.compile=off")],
+)  # fmt: skip
+def test_only_a_model_that_cannot_be_compiled_is_a_permanent_failure(
+    tmp_path: Path, words: list[str], body: str, code: int, says: str
+) -> None:
+    run = Job(tmp_path / "run", [*words, "train.max_steps=1"], prelude=compile_with(body))
+    result = run.run()
+    assert (result.code, says in result.err) == (code, True), result.err
+    assert (run.folder / FAILURE).exists() == (code == 2)
+    if code == 2:
+        run.prelude = ""
+        result = run.run()
+        assert (result.code, says in result.err, "creating" in result.err) == (2, True, False)
+        run.arguments.append("train.compile=off")
+        run.finished()
+
+
+@needs_compiler
+def test_a_rank_that_cannot_compile_ends_the_others(tmp_path: Path, words: list[str]) -> None:
     prelude = compile_with("assert os.environ['RANK'] == '0', 'no kernel'", "return graph")
     result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
-    assert result.code == 2
-    assert result.err.count("squeezenet1_1 cannot be compiled: train with train.compile=off") == 1
+    assert (result.code, result.err.count("squeezenet1_1 cannot be compiled: ")) == (2, 1)
     assert "no kernel" in result.error
 
 
 @pytest.mark.parametrize(
     ("recipe", "pass_s", "queued_s", "reason"),
-    [
-        ("imagenette", 0.025, 0.01, "it would save about 11 s and take 60 s"),
-        ("resnet50-fast", 1.2, 0.02, ""),
-        ("resnet50-fast", 0.15, 0.02, "it would save about 112 s and take 120 s"),
-        ("resnet50-90", 0.05, 0.049, "the GPU waits for Python, which starts the kernels"),
-    ],
-)
+    [("imagenette", 0.025, 0.01, "it would save about 11 s and take 60 s"), ("resnet50-fast", 1.2, 0.02, ""),
+     ("resnet50-fast", 0.15, 0.02, "it would save about 112 s and take 120 s"),
+     ("resnet50-90", 0.05, 0.049, "the GPU waits for Python, which starts the kernels")],
+)  # fmt: skip
 def test_a_model_is_compiled_if_that_repays(recipe: str, pass_s: float, queued_s: float, reason: str) -> None:
     size = DataSize(9469, 3925, 10) if recipe == "imagenette" else DataSize(1_281_167, 50_000, 1000)
-    plan = make_plan(load(recipe, ["data.root=/data"]), World(), size)
+    _, plan = plan_of("data.root=/data", recipe=recipe, data=size)
     assert reason_not_to(plan, pass_s, queued_s) == reason
 
 
 @pytest.mark.parametrize(
     ("inner", "is_of_machine"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"), True),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
-        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), True),
-        (BrokenProcessPool("A process in the process pool was terminated abruptly"), True),
-        (SubprocException("Traceback ...\nOSError: [Errno 16] Device or resource busy: 'tmp.pid_7'"), True),
-        (CalledProcessError(-9, ["g++"]), True),
-        (CalledProcessError(1, ["g++"]), False),
-        (SubprocException("Traceback ...\nCompilationError: at 7:18: unexpected type fp64"), False),
-        (NotImplementedError("no lowering for aten.frobnicate"), False),
-    ],
-)
-def test_what_another_start_may_not_meet_is_told_from_a_model_that_cannot_be_compiled(
-    inner: Exception, is_of_machine: bool
-) -> None:
+    [(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"), True),
+     (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+     (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), True),
+     (BrokenProcessPool("A process in the process pool was terminated abruptly"), True),
+     (SubprocException("Traceback ...\nOSError: [Errno 16] Device or resource busy: 'tmp.pid_7'"), True),
+     (CalledProcessError(-9, ["g++"]), True), (CalledProcessError(1, ["g++"]), False),
+     (SubprocException("Traceback ...\nCompilationError: at 7:18: unexpected type fp64"), False),
+     (NotImplementedError("no lowering for aten.frobnicate"), False)],
+)  # fmt: skip
+def test_a_fault_of_the_machine_is_told_from_one_of_the_model(inner: Exception, is_of_machine: bool) -> None:
     assert is_fault_of_machine(InductorError(inner, None)) is is_of_machine
     wrapped = RuntimeError("compilation failed")
     wrapped.__cause__ = inner
@@ -135,19 +138,82 @@ def test_what_another_start_may_not_meet_is_told_from_a_model_that_cannot_be_com
 
 
 def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:
-    program = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from pipeline.guards import watchdog\n"
-        "from pipeline.guards.signals import StopRequest\n"
-        "watched = watchdog.Watchdog(1, Path(sys.argv[1]), 0, StopRequest())\n"
-        "watched.start()\n"
-        "with watched.allow_pause(2):\n"
-        "    time.sleep(600)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "stacks")], capture_output=True, text=True, check=False
-    )
+    program = f"""
+import time
+from pathlib import Path
+from pipeline.guards import watchdog
+from pipeline.guards.signals import StopRequest
+watched = watchdog.Watchdog(1, Path({str(tmp_path / "stacks")!r}), 0, StopRequest())
+watched.start()
+with watched.allow_pause(2):
+    time.sleep(600)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "made no progress for 4 s (run.timeout) and exits" in done.stderr
     assert "most recent call first" in (tmp_path / "stacks").read_text()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the graphs that are made from now on; they run as they are."""
+    found: list[Any] = []
+    torch._dynamo.reset()
+    counters.clear()
+
+    def keep(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        found.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    return found
+
+
+def train(strategy: Strategy, plan: Plan, epochs: int) -> None:
+    """Run the passes of one update with each image size, that many times."""
+    labels = Targets(torch.zeros(plan.micro_batch, dtype=torch.int64))
+    for size in epochs * plan.image_sizes:
+        for micro in range(plan.accumulate):
+            strategy.forward_backward(micro, torch.zeros(plan.micro_batch, 3, size, size), labels)
+        strategy.model.zero_grad()
+
+
+def make_ddp(net: nn.Module | None, *words: str) -> tuple[DDPStrategy, Plan]:
+    config, plan = plan_of("train.compile=on", "batch.accumulate=2", "batch.global=4", *words)
+    model, group = net or build(config.model, 10), Group(World(), torch.device("cpu"))
+    return DDPStrategy(config, plan, model, group), plan
+
+
+@pytest.mark.usefixtures("alone")
+def test_ddp_has_one_graph_per_size_with_and_without_gradient_sync(graphs: list[Any]) -> None:
+    sizes = ("augment.first_size=32", "augment.size=64", "augment.growth=[0 epochs, 1 epoch]")
+    strategy, plan = make_ddp(None, *sizes)
+    train(strategy, plan, epochs=1)
+    assert counters["stats"]["unique_graphs"] == len(plan.image_sizes) == 2
+    pieces = len(graphs)
+    assert pieces > 2, "cut at the buckets, so that one is sent while the next is computed"
+    train(strategy, plan, epochs=2)
+    assert len(graphs) == pieces, "buckets, passes and sizes seen before are not compiled again"
+
+
+@pytest.mark.usefixtures("alone")
+def test_more_sizes_than_torch_recompiles_by_default_are_each_compiled_once(graphs: list[Any]) -> None:
+    small = nn.Sequential(nn.Conv2d(3, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    sizes = ("augment.first_size=32", "augment.size=384", "augment.growth=[0 epochs, 39 epochs]")
+    strategy, plan = make_ddp(small, "train.epochs=40", *sizes)
+    train(strategy, plan, epochs=2)
+    assert len(graphs) == len(plan.image_sizes) == 12
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_a_recipe_is_one_graph_per_size_without_a_break(
+    recipe: str, graphs: list[Any], full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train.compile=on", "parallel=ddp", "data.root=/data")
+    config, plan = plan_of(*words, recipe=recipe, data=DataSize(1_281_167, 50_000, 1000))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))  # a break is an error
+    strategy = Strategy(config, plan, meta_model(config.model, 1000), Group(World(), torch.device("meta")))
+    sizes = plan.image_sizes if full else plan.image_sizes[:2]
+    for size in 2 * sizes:
+        strategy.forward(torch.empty(2, 3, size, size, device="meta"))
+    assert len(graphs) == len(sizes)

@@ -3,6 +3,8 @@
 import os
 import re
 import subprocess
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import in_ranks
+from harness import environment, in_ranks, plan_of, refused
 
 from pipeline import device, machine
 from pipeline.addons.ops.model import check_model_builds
@@ -19,22 +21,9 @@ from pipeline.device import choose_device
 from pipeline.errors import RequestError
 from pipeline.operate import request, start
 from pipeline.operate.start import form_group
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.world import World
 
 DETERMINISTIC, EXACT = "run.deterministic=true", "run.exact=true"
-
-
-@pytest.fixture
-def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Give this process the device files of a machine with one NVIDIA GPU; return their folder."""
-    devices = tmp_path / "dev"
-    devices.mkdir()
-    (devices / "nvidia0").touch()
-    monkeypatch.setattr(machine, "_DEVICES", devices)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return devices
 
 
 @pytest.mark.parametrize(
@@ -42,35 +31,36 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     [("1,0", False), ("GPU-8932f937", False), ("", True), ("-1", True), ("NoDevFiles", True)],
 )
 def test_gpus_that_the_environment_hides_are_not_used(
-    with_gpu: Path, monkeypatch: pytest.MonkeyPatch, visible: str, hides: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, hides: bool
 ) -> None:
+    (tmp_path / "nvidia0").touch()  # the device file of a GPU
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.has_gpu() != hides
+    here = World(has_gpu=machine.has_gpu())
+    assert here.has_gpu != hides
     if hides:
-        here = World(has_gpu=machine.has_gpu())
         assert choose_device(load("digits", []), here) == torch.device("cpu")
-        with pytest.raises(RequestError, match=r"^run.device=cuda, .*CUDA_VISIBLE_DEVICES"):
-            request.check_device(load("digits", ["run.device=cuda"]), here)
+        line = refused(lambda: request.check_device(load("digits", ["run.device=cuda"]), here))
+        assert re.match("run.device=cuda, .*CUDA_VISIBLE_DEVICES", line)
 
 
 @pytest.mark.parametrize(
     ("words", "size", "algorithm", "is_refused"),
-    [((DETERMINISTIC,), 2, "NVLS", True), ((DETERMINISTIC,), 2, "ring,tree", True),
-     ((DETERMINISTIC,), 2, "RING", False), ((DETERMINISTIC,), 1, "NVLS", False), ((EXACT,), 2, "NVLS", False),
-     ((DETERMINISTIC, "run.device=cpu"), 2, "NVLS", False)],
+    [(DETERMINISTIC, 2, "NVLS", True), (DETERMINISTIC, 2, "ring,tree", True),
+     (DETERMINISTIC, 2, "RING", False), (DETERMINISTIC, 1, "NVLS", False), (EXACT, 2, "NVLS", False),
+     (f"{DETERMINISTIC} run.device=cpu", 2, "NVLS", False)],
 )  # fmt: skip
 def test_an_nccl_algorithm_without_a_fixed_order_is_refused(
-    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], size: int, algorithm: str, is_refused: bool
+    monkeypatch: pytest.MonkeyPatch, words: str, size: int, algorithm: str, is_refused: bool
 ) -> None:
     monkeypatch.setenv("NCCL_ALGO", algorithm)
-    config = load("digits", list(words))
-    request.check_device(config, World(size=size, local_size=size))
-    gpus = World(size=size, local_size=size, has_gpu=True)
+    config, group = load("digits", words.split()), World(size=size, local_size=size)
+    request.check_device(config, group)
+    check = partial(request.check_device, config, replace(group, has_gpu=True))
     if is_refused:
-        with pytest.raises(RequestError, match=f"^NCCL_ALGO={algorithm} .*run.deterministic=true"):
-            request.check_device(config, gpus)
+        assert re.match(f"NCCL_ALGO={algorithm} .*{DETERMINISTIC}", refused(check))
     else:
-        request.check_device(config, gpus)
+        check()
 
 
 def test_nccl_has_a_fixed_order_before_the_group_forms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,15 +72,11 @@ def test_nccl_has_a_fixed_order_before_the_group_forms(monkeypatch: pytest.Monke
     assert seen == ["NVLS", "NVLS", "Ring"]
 
 
-def refuse_gradients(arch: str, *words: str, has_gpu: bool = True, size: int = 64) -> str | None:
-    """Return the line with which the checks of a start refuse a deterministic run, or None."""
-    config = load("digits", [f"model.arch={arch}", f"augment.size={size}", "batch.global=8", *words])
-    here = World(has_gpu=has_gpu)
-    try:
-        check_model_builds(config, make_plan(config, here, DataSize(96, 96, 10)), here, is_resumed=True)
-    except RequestError as error:
-        return str(error)
-    return None
+def check_gradients(arch: str, size: int, *words: str, has_gpu: bool = True) -> None:
+    """Make the checks of a start with a model."""
+    model = (f"model.arch={arch}", f"augment.size={size}", "batch.global=8")
+    config, plan = plan_of(*model, *words, has_gpu=has_gpu)
+    check_model_builds(config, plan, World(has_gpu=has_gpu), is_resumed=True)
 
 
 @pytest.mark.parametrize(
@@ -101,45 +87,43 @@ def refuse_gradients(arch: str, *words: str, has_gpu: bool = True, size: int = 6
 def test_a_layer_without_a_deterministic_gradient_is_refused_on_a_gpu(
     arch: str, words: tuple[str, ...], size: int
 ) -> None:
-    assert f"{arch} has the layer AdaptiveAvgPool2d" in (refuse_gradients(arch, *words, size=size) or "")
-    assert refuse_gradients(arch, size=size) is None
-    assert refuse_gradients(arch, *words, "run.device=cpu", size=size) is None
-    assert refuse_gradients(arch, *words, size=size, has_gpu=False) is None
-    frozen = ("model.init=DEFAULT", "model.freeze=backbone")
-    assert refuse_gradients(arch, *words, *frozen, size=size) is None, "the layer has no gradient"
+    line = refused(lambda: check_gradients(arch, size, *words))
+    assert f"{arch} has the layer AdaptiveAvgPool2d" in line
+    check_gradients(arch, size)
+    check_gradients(arch, size, *words, "run.device=cpu")
+    check_gradients(arch, size, *words, has_gpu=False)
+    check_gradients(arch, size, *words, "model.init=DEFAULT", "model.freeze=backbone")  # it has no gradient
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t"])
 def test_other_models_have_deterministic_gradients(arch: str) -> None:
-    assert refuse_gradients(arch, DETERMINISTIC, size=224) is None
+    check_gradients(arch, 224, DETERMINISTIC)
+
+
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "4"}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local_rank", "visible", "is_launched", "expected"),
-    [(4, 3, None, True, 3), (4, 3, "0,1,2,3", True, 3), (1, 3, "3", True, 0), (1, 3, None, True, None),
-     (1, 0, "3", False, None)],
+    ("gpus", "rank", "env", "expected"),
+    [(4, 3, LAUNCHED, 3), (4, 3, {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 3),
+     (1, 3, {**LAUNCHED, "CUDA_VISIBLE_DEVICES": "3"}, 0), (1, 3, LAUNCHED, None),
+     (1, 0, {"CUDA_VISIBLE_DEVICES": "3"}, None)],
 )  # fmt: skip
 def test_a_process_may_see_all_gpus_or_only_its_own(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int, visible: str | None, is_launched: bool,
-    expected: int | None,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch, gpus: int, rank: int, env: dict[str, str], expected: int | None
+) -> None:
     for name, answer in {"is_available": True, "device_count": gpus, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(device, "_compute", lambda _: None)
-    variables = {"CUDA_VISIBLE_DEVICES": visible, "RANK": "0", "WORLD_SIZE": "4"}
-    for name, value in variables.items():
-        if value is None or (name != "CUDA_VISIBLE_DEVICES" and not is_launched):
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
-    world = World(size=4, local_size=4, rank=local_rank, local_rank=local_rank, has_gpu=True)
+    for name in ("CUDA_VISIBLE_DEVICES", *LAUNCHED):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    choose = partial(choose_device, load("digits", []), World(4, 4, rank, rank, has_gpu=True))
     if expected is None:
-        with pytest.raises(
-            RequestError, match=f"^4 processes on this machine but {gpus} usable GPUs: start one"
-        ):
-            choose_device(load("digits", []), world)
+        assert refused(choose).startswith(f"4 processes on this machine but {gpus} usable GPUs: start one")
     else:
-        assert choose_device(load("digits", []), world) == torch.device("cuda", expected)
+        assert choose() == torch.device("cuda", expected)
 
 
 def _join_with_gpu(rank: int, address: str, *uuids: str) -> None:
@@ -150,10 +134,10 @@ def _join_with_gpu(rank: int, address: str, *uuids: str) -> None:
     try:
         form_group(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
     except RequestError as error:
-        is_named = re.match(
+        named = re.match(
             r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU", str(error)
         )
-        code = error.code if is_named and error.is_collective else 1
+        code = error.code if named and error.is_collective else 1
     dist.all_reduce(torch.zeros(1))  # neither leaves before the other has raised
     os._exit(code)
 
@@ -172,12 +156,9 @@ def test_make_train_starts_a_process_for_each_visible_gpu(
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\nfor i in $(seq {gpus}); do echo GPU $i: a card; done\n")
     smi.chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
     env.pop("CUDA_VISIBLE_DEVICES", None)
-    if visible is not None:
-        env["CUDA_VISIBLE_DEVICES"] = visible
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        ["make", "-n", "train"], cwd=root, env=env, capture_output=True, text=True, check=True
-    )
+    env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    make = ["make", "-n", "-C", str(Path(__file__).parent.parent), "train"]
+    done = subprocess.run(make, env=env, capture_output=True, text=True, check=True)
     assert f"--nproc-per-node {processes} " in done.stdout

@@ -1,40 +1,35 @@
 """Mixup and cutmix: images and label weights are those of the papers."""
 
-import pytest
 import torch
+from harness import plan_of, refused
 from torch.nn import functional
 
-from pipeline.config.load import load
 from pipeline.config.sections import Augment, Train
 from pipeline.data.mix import draw_mix, mix_images, own_label_weights, swap_partners
-from pipeline.errors import RequestError
 from pipeline.model.loss import Targets, classification_loss
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
-from pipeline.world import World
 
 
-def images(count: int) -> torch.Tensor:
-    """Return [count, 3, 32, 48]: every pixel of an image is the index of the image."""
-    return torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 32, 48).contiguous()
+def mixed(options: Augment) -> tuple[torch.Tensor, ...]:
+    """Return 64 mixed images, each of which is its number, their numbers, and label weights."""
+    mix, numbers = draw_mix(options, 1, 7, 0, 64), torch.arange(64.0).view(-1, 1, 1, 1)
+    seen = mix_images(numbers.expand(-1, 3, 32, 48).contiguous(), mix)
+    return seen, numbers, own_label_weights(mix, 32, 48)
 
 
 def test_mixup_is_the_weighted_sum_of_both_images() -> None:
-    mix = draw_mix(Augment(mixup=0.4), 1, 7, 0, 64)
-    weights = own_label_weights(mix, 32, 48)
-    seen, numbers = mix_images(images(64), mix), torch.arange(64.0)
-    expected = weights * numbers + (1 - weights) * swap_partners(numbers)
-    torch.testing.assert_close(seen, expected.view(-1, 1, 1, 1).expand_as(seen))
+    seen, numbers, weights = mixed(Augment(mixup=0.4))
+    own = weights.view(-1, 1, 1, 1)
+    expected = own * numbers + (1 - own) * swap_partners(numbers)
+    torch.testing.assert_close(seen, expected.expand_as(seen))
     assert torch.equal(weights[0::2], weights[1::2]), "both of a pair share the draw"
     assert 0.3 < float(weights.mean()) < 0.7
 
 
 def test_the_label_weights_of_cutmix_are_the_shares_of_the_pixels() -> None:
-    mix = draw_mix(Augment(cutmix=1.0), 1, 7, 0, 64)
-    seen, numbers = mix_images(images(64), mix), torch.arange(64.0)
-    own = (seen == numbers.view(-1, 1, 1, 1)).float().mean((1, 2, 3))
-    torch.testing.assert_close(own_label_weights(mix, 32, 48), own)
-    assert ((seen == numbers.view(-1, 1, 1, 1)) | (seen == swap_partners(numbers).view(-1, 1, 1, 1))).all()
+    seen, numbers, weights = mixed(Augment(cutmix=1.0))
+    own = (seen == numbers).float().mean((1, 2, 3))
+    torch.testing.assert_close(weights, own)
+    assert ((seen == numbers) | (seen == swap_partners(numbers))).all()
     assert float(own.std()) > 0.1
 
 
@@ -61,6 +56,5 @@ def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
 
 
 def test_passes_with_an_odd_number_of_images_are_refused() -> None:
-    config = load("digits", ["batch.global=45", "augment.mixup=0.2"])
-    with pytest.raises(RequestError, match="mix pairs, and a pass has 15 images"):
-        make_plan(config, World(size=3, local_size=3), DataSize(1437, 360, 10))
+    line = refused(lambda: plan_of("batch.global=45", "augment.mixup=0.2", size=3))
+    assert "mix pairs, and a pass has 15 images" in line

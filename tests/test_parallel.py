@@ -1,40 +1,27 @@
 """fsdp and stages: the checkpoints, weights and predictions of DDP, with a model in parts."""
 
 import copy
-import random
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
-from harness import SMALL, Job, before_each, free_port, kill, quick, two_nodes
-from streams import make_trainer
+from harness import DONE, SMALL, Job, Result, assert_resumes, before_each, plan_of, quick, refused, two_nodes
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
-from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models.functions import meta_model
-from pipeline.addons.ops.plan_table import describe_memory
+from pipeline.addons.models.trained import weights_digest
 from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.load import load
 from pipeline.config.sections import Model
-from pipeline.data.loader import TrainBatches
-from pipeline.errors import NotFiniteError, RequestError
 from pipeline.group import Group
-from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.model.architectures import build
-from pipeline.plan import DataSize, Plan
-from pipeline.planning import make_plan
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
-from pipeline.train.state import TrainState
-from pipeline.train.step import Step
 from pipeline.world import World
 
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
@@ -42,130 +29,94 @@ FSDP = ("parallel=fsdp", *COMMON)
 STAGES = ("parallel=stages", *COMMON, "augment.mixup=0.2")
 
 
-def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=12", "evaluate.every=6 steps",
-             "checkpoint.every=4 steps", *more]  # fmt: skip
-    return Job(folder, words, nproc=nproc)
+def words(digits: Path, *more: str) -> list[str]:
+    return ["digits", f"data.root={digits}", *SMALL, "train.max_steps=12", "evaluate.every=6 steps",
+            "checkpoint.every=4 steps", *more]  # fmt: skip
 
 
 def make_fsdp(group: Group, *words: str) -> FSDPStrategy:
-    config = load("digits", ["parallel=fsdp", *words])
-    plan = make_plan(config, group.world, DataSize(960, 96, 10))
+    config, plan = plan_of("parallel=fsdp", *words, size=group.world.size)
     return FSDPStrategy(config, plan, build(config.model, 10), group)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "words", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"]
+    "parallel", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"]
 )
-def test_a_killed_run_resumes_with_the_same_weights(
-    tmp_path: Path, digits: Path, words: tuple[str, ...]
+def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
+    tmp_path: Path, digits: Path, parallel: tuple[str, ...]
 ) -> None:
-    expected = job(tmp_path / "uninterrupted", digits, 2, *words).run_in_forks().done
-    killed = job(tmp_path / "killed", digits, 2, *words).start()
-    killed.wait_for_step(random.Random(2).randint(5, 9))
-    for pid in killed.ranks():
-        kill(pid, signal.SIGKILL)
-    assert killed.wait().code == 1
-    assert killed.run_in_forks().done == expected
-    evaluated = quick("evaluate", str(killed.folder))  # in one process, which has the whole model
-    assert evaluated.done["weights"] == expected["weights"], (
-        "a checkpoint has the whole model under its own names"
-    )
-    contents = decode(read_verified(killed.checkpoints()[-1]), killed.folder)
+    run = assert_resumes(tmp_path, words(digits, *parallel), 6)
+    evaluated = quick("evaluate", str(run.folder)).done  # in one process
+    expected = DONE.match(run.output())
+    assert expected
+    assert evaluated["weights"] == expected["weights"]
+    assert abs(float(evaluated["top1"]) - float(expected["top1"])) <= 1 / 360
+    contents = run.contents()
+    assert evaluated["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
     whole = build(load("digits", list(SMALL)).model, 10).state_dict()
     for part in ("model", "average"):
         assert list(contents[part]) == list(whole)
         assert contents[part]._metadata == whole._metadata, "and with the versions of its modules"
-    assert abs(float(evaluated.done["top1"]) - float(expected["top1"])) <= 1 / 360
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", ["fsdp", "stages"])
-def test_digits_are_learned_while_two_processes_become_four(
+@pytest.mark.parametrize("parallel", ["parallel=fsdp fsdp.shard=node train.clip=0.5", "parallel=stages"])
+def test_a_run_in_parts_resumes_at_other_numbers_of_processes(
     tmp_path: Path, digits: Path, parallel: str
 ) -> None:
-    words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none",
-             "data.workers=2", "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
-    run = Job(tmp_path / "run", [*words, "train.max_steps=84"], nproc=2)
-    assert run.run_in_forks().done["step"] == "84"
+    start: Callable[[Job], Result] = two_nodes if "fsdp" in parallel else Job.run_in_forks
+    arguments = words(digits, *parallel.split(), "train.ema=0.9")
+    expected = start(Job(tmp_path / "uninterrupted", arguments, nproc=4)).done
+    run = Job(tmp_path / "run", [*arguments, "train.max_steps=6"], nproc=4)
+    assert start(run).done["step"] == "6"
     run.arguments.pop()
-    run.nproc = 4
-    assert float(run.run_in_forks().done["top1"]) >= 0.97
-    assert [row["step"] for row in run.trace()] == list(range(1, 169))
-
-
-@pytest.mark.long
-def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(
-    tmp_path: Path, digits: Path
-) -> None:
-    words = ("parallel=fsdp", "fsdp.shard=node", "train.clip=0.5", "train.ema=0.9")
-    expected = two_nodes(job(tmp_path / "uninterrupted", digits, 4, *words)).done
-    run = job(tmp_path / "run", digits, 4, *words, "train.max_steps=6")
-    assert two_nodes(run).done["step"] == "6"
-    run.arguments.pop()
-    assert two_nodes(run).done == expected, "a resume has the same bits"
-    for step, run.nproc in ((15, 2), (18, 1), (21, 2)):  # a checkpoint has all weights
+    assert start(run).done == expected, "a resume has the same bits"
+    sizes = ((15, 2), (18, 1), (21, 2)) if "fsdp" in parallel else ((15, 2), (18, 4))
+    for step, run.nproc in sizes:  # a checkpoint has all weights
         run.arguments.append(f"train.max_steps={step}")
         assert run.run_in_forks().done["step"] == str(step)
 
 
 def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
-    config = load("digits", ["parallel=fsdp", "fsdp.shard=node"])
     for local_size, hosts in ((1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])):
-        world = World(size=4, local_size=local_size)
-        group = Group(world, torch.device("cpu"))
+        group = Group(World(size=4, local_size=local_size), torch.device("cpu"))
         group.hosts = hosts
-        plan = make_plan(config, world, DataSize(960, 96, 10))
-        with pytest.raises(RequestError, match=rf"^fsdp.shard=node needs .* not ranks on {', '.join(hosts)}"):
-            FSDPStrategy(config, plan, build(config.model, 10), group)
-
-
-def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
-    config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=2)
-    row = describe_memory(config, 1 << 20, make_plan(config, world, DataSize(960, 96, 10)))
-    assert "of which a process has about 1/2 = 6.0 MiB" in row
-    assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
+        line = refused(partial(make_fsdp, group, "fsdp.shard=node"))
+        assert line.startswith("fsdp.shard=node needs ")
+        assert f"not ranks on {', '.join(hosts)}" in line
 
 
 def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
-    def plan(*words: str) -> Plan:
-        config = load("digits", ["parallel=stages", *words])
-        return make_plan(config, World(size=4, local_size=4), DataSize(960, 96, 10))
-
-    with pytest.raises(RequestError, match=r"stages\.count=3 .* worlds that work are 3, 6"):
-        plan("stages.count=3")
-    with pytest.raises(RequestError, match="the nearest that work are 2, 3, 4, 6, 8, 12"):
-        plan("stages.micro_batches=7")
-    with pytest.raises(RequestError, match="is less than"):
-        plan("stages.count=4", "stages.micro_batches=2")
-    made = plan("batch.accumulate=2")
+    for wrong, says in (
+        (["stages.count=3"], "worlds that work are 3, 6"),
+        (["stages.micro_batches=7"], "the nearest that work are 2, 3, 4, 6, 8, 12"),
+        (["stages.count=4", "stages.micro_batches=2"], "is less than"),
+    ):
+        line = refused(partial(plan_of, "parallel=stages", *wrong, size=4))
+        assert says in line
+        assert wrong[-1] in line
+    _, made = plan_of("parallel=stages", "batch.accumulate=2", size=4)
     assert (made.stages, made.micro_batch, made.micro_batches, made.bn_batch) == (2, 12, 4, 6)
 
 
 def test_a_replica_in_its_own_thread_has_the_precision_of_training() -> None:
-    replica, images, found = AutocastModel(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8), {}
+    replica, images = AutocastModel(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
 
-    def compute(*, is_enabled: bool) -> None:
+    def dtype(is_enabled: bool) -> torch.dtype:
         with torch.autocast("cpu", enabled=is_enabled):  # as in torch.nn.parallel.parallel_apply
-            found[is_enabled] = replica(images, torch.float16).dtype
+            return replica(images, torch.float16).dtype
 
-    for is_enabled in (True, False):
-        thread = Thread(target=compute, kwargs={"is_enabled": is_enabled})
-        thread.start()
-        thread.join()
-    assert found == {True: torch.float16, False: torch.float32}
+    with ThreadPoolExecutor() as threads:
+        assert [*threads.map(dtype, (True, False))] == [torch.float16, torch.float32]
 
 
 SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
     arch: partial(build, Model(arch=arch), 10)
-    for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5")
+    for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "regnet_y_400mf")
 } | {
     "vit": partial(models.VisionTransformer, 64, 16, num_layers=4, num_heads=2, hidden_dim=32, mlp_dim=64),
     "swin": partial(models.SwinTransformer, [4, 4], 24, [1, 2], [2, 2], [4, 4]),
-    "regnet": lambda: models.RegNet(
-        BlockParams.from_init_params(depth=6, w_0=8, w_a=4.0, w_m=2.0, group_width=8)
-    ),
     "convnext": partial(models.ConvNeXt, [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)]),
 }
 
@@ -199,84 +150,48 @@ def test_the_stages_in_sequence_are_the_model_and_send_contiguous_tensors(arch: 
 
 
 def test_stages_cost_about_the_same_and_no_more_than_there_are_layers() -> None:
-    stages = split_into_stages(meta_model(Model(arch="resnet50"), 1000), "resnet50", 4, 224)
-    blocks_of = [
-        sum(name.startswith("layer") for layer in layers for name in layer.owns) for layers in stages
-    ]
-    assert blocks_of == [4, 4, 4, 4]
-    with pytest.raises(RequestError, match=r"stages.count=13 is too large for resnet18: .* at most 11"):
-        split_into_stages(meta_model(Model(arch="resnet18"), 10), "resnet18", 13, 64)
-    with pytest.raises(RequestError, match=r"^parallel=stages cannot split model.arch=squeezenet1_0: "):
-        split_into_stages(meta_model(Model(arch="squeezenet1_0"), 10), "squeezenet1_0", 2, 64)
+    def split(arch: str, count: int, size: int) -> list[int]:
+        """Return the number of blocks of a ResNet in each stage."""
+        stages = split_into_stages(meta_model(Model(arch=arch), 1000), arch, count, size)
+        return [sum(name.startswith("layer") for layer in stage for name in layer.owns) for stage in stages]
+
+    assert split("resnet50", 4, 224) == [4, 4, 4, 4]
+    assert "too large for resnet18: " in (line := refused(partial(split, "resnet18", 13, 64)))
+    assert line.startswith("stages.count=13 is ")
+    assert "at most 11" in line
+    line = refused(partial(split, "squeezenet1_0", 2, 64))
+    assert line.startswith("parallel=stages cannot split model.arch=squeezenet1_0: ")
 
 
-@pytest.fixture
-def group() -> Iterator[Group]:
-    """Return a process group of one process, whose models torch shards."""
-    group = Group(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
-    yield group
-    group.shutdown()
-
-
-def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: Group) -> None:
-    strategy = make_fsdp(group, "model.arch=shufflenet_v2_x0_5")
-    images = torch.randn(4, 3, 32, 32)
+@pytest.mark.usefixtures("alone")
+def test_fsdp_predicts_before_it_trains_and_with_the_average_as_it_is_now() -> None:
+    group, images = Group(World(), torch.device("cpu")), torch.randn(4, 3, 32, 32)
+    strategy = make_fsdp(group, "model.arch=shufflenet_v2_x0_5", "train.ema=0.9")
     with torch.inference_mode():
         assert not strategy.make_predictor(strategy.model)(images).requires_grad
     with strategy.gradient_sync(0):
         strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
     assert all(param.grad is not None for param in strategy.model.parameters())
 
-
-def test_a_changed_average_is_evaluated_as_it_is_now_and_not_as_it_was_gathered(group: Group) -> None:
-    strategy = make_fsdp(group, "model.arch=shufflenet_v2_x0_5", "train.ema=0.9")
-    average, images = strategy.make_ema().eval(), torch.randn(4, 3, 32, 32)
+    average = strategy.make_ema().eval()
     shards = list(average.fc.parameters())  # type: ignore[union-attr]
     predict = strategy.make_predictor(average)
     before = predict(images)
     with torch.no_grad():
         for shard in shards:
             shard.mul_(0.5)
-    assert torch.allclose(predict(images), 0.5 * before)
+    assert torch.allclose(predict(images), 0.5 * before), "not as it was gathered"
 
 
-def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(digits: Path, group: Group) -> None:
-    words = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "optimizer.name=adamw")
-    trainer = make_trainer(digits, *words)
-    config, plan, timer = trainer.job.config, trainer.job.plan, trainer.process.timer
-    strategy = FSDPStrategy(config, plan, trainer.state.model, group)
-    guard = DeviceLossGuard(strategy, timer, config.start_again)  # as on a GPU
-    state = TrainState.build(strategy, guard, config)
-    step = Step(config, plan, state, timer)
-    batch = TrainBatches(trainer.job.source.train, config, plan, 0)[0]
-    for factor in (1, torch.nan):
-        before = [param.full_tensor().clone() for param in state.model.parameters()]  # type: ignore[operator]
-        assert state.confirm_step() == state.step
-        loss = step.forward_backward(iter([batch]))
-        assert not state.loss_guard.check(state.step + 1, loss * factor, step.used), (
-            "the host does not know yet"
-        )
-        step.apply_gradients()
-    after = [param.full_tensor() for param in state.model.parameters()]  # type: ignore[operator]
-    assert all(map(torch.equal, before, after)), "fused AdamW skips the update of sharded weights"
-    with pytest.raises(NotFiniteError, match="the loss is nan at step 2 on rank 0"):
-        state.confirm_step()
-    loss = step.forward_backward(iter([batch]))
-    assert state.loss_guard.check(3, loss, step.used), "the run ends at the next step at the latest"
-
-
-def test_all_processes_refuse_a_save_if_one_has_a_buffer_that_is_not_finite(
-    tmp_path: Path, digits: Path
-) -> None:
-    run = job(tmp_path / "run", digits, 2, "parallel=fsdp", "train.max_steps=2", "run.timeout=20")
-    run.prelude = before_each(
+def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(job: Callable[..., Job]) -> None:
+    prelude = before_each(
         "pipeline.train.loop.save",
         "buffers = words[0].state.model.named_buffers()",
         "first = next(buffer for name, buffer in buffers if 'running_var' in name)",
         "if os.environ['RANK'] == '1': first.fill_(float('inf'))",
     )
+    run = job("parallel=fsdp", "train.max_steps=2", "run.timeout=20", nproc=2, prelude=prelude)
     result = run.run_in_forks()
-    assert (result.code, result.err.count("weights are not finite at step 2: not saved")) == (3, 1), (
-        result.err
-    )
+    refusals = result.err.count("weights are not finite at step 2: not saved")
+    assert (result.code, refusals) == (3, 1), result.err
     assert not list((run.folder / "checkpoints").iterdir())

@@ -2,36 +2,28 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
+import harness
 import pytest
-from harness import quick
 
 from pipeline import machine
 from pipeline.config.load import load
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize, Plan
-from pipeline.planning import divide_resources, make_plan
+from pipeline.planning import divide_resources
 from pipeline.world import World
 
-DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
 IMAGENET = DataSize(train_images=1_281_167, val_images=50_000, num_classes=1000)
 
 
-def plan_of(
-    *overrides: str, size: int = 1, local: int | None = None, cpus: int = 8, data: DataSize = DIGITS
-) -> Plan:
-    return make_plan(
-        load("digits", list(overrides)), World(size=size, local_size=local or size, cpus=cpus), data
-    )
+def plan_of(*words: str, **options: Any) -> Plan:
+    return harness.plan_of(*words, **options)[1]
 
 
-def refused(*overrides: str, size: int = 1, data: DataSize = DIGITS) -> str:
-    with pytest.raises(RequestError) as refusal:
-        plan_of(*overrides, size=size, data=data)
-    return str(refusal.value)
+def refused(*words: str, **options: Any) -> str:
+    return harness.refused(lambda: plan_of(*words, **options))
 
 
 def test_the_batch_is_divided_and_the_learning_rate_scales_with_it() -> None:
@@ -50,20 +42,17 @@ def test_workers_and_threads_follow_the_cpus_unless_set() -> None:
         assert divide_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == expected
     plan = plan_of("run.portable=false", size=4, cpus=10)
     assert (plan.workers_per_node, plan.workers, plan.threads) == (10, 3, 2)
-    assert plan_of(cpus=64).threads == 1, "of a portable run"
     # the CPUs must not change the order of sums
-    assert plan_of("run.deterministic=true", cpus=64).threads == 1
-    assert plan_of("run.deterministic=true", "run.threads=4").threads == 4
-
-
-def test_durations_become_steps() -> None:
-    plan = plan_of("batch.global=48", "train.epochs=10", "schedule.warmup=5 %", "evaluate.every=2 epochs",
-                "checkpoint.every=7 steps", "track.every=0.5 epochs")  # fmt: skip
-    assert (plan.steps_per_epoch, plan.total_steps) == (29, 290)
-    assert (plan.warmup_steps, plan.evaluate_every, plan.checkpoint_every, plan.log_every) == (14, 58, 7, 14)
+    for words, threads in (([], 1), (["run.deterministic=true"], 1), (["run.threads=4"], 4)):
+        assert plan_of(*words, cpus=64).threads == threads, "of a portable run"
 
 
 def test_periodic_work_is_due_at_its_steps_and_at_the_last_which_changes_no_schedule() -> None:
+    plan = plan_of("batch.global=48", "train.epochs=10", "schedule.warmup=5 %", "evaluate.every=2 epochs",
+                   "checkpoint.every=7 steps", "track.every=0.5 epochs")  # fmt: skip
+    assert (plan.steps_per_epoch, plan.total_steps) == (29, 290)
+    assert (plan.warmup_steps, plan.evaluate_every, plan.checkpoint_every, plan.log_every) == (14, 58, 7, 14)
+
     every = ("evaluate.every=6 steps", "checkpoint.every=8 steps", "track.every=9 steps")
     plan = plan_of("schedule.warmup=2 epochs", "train.max_steps=20", *every)
     steps = range(21)
@@ -93,8 +82,7 @@ def test_the_learning_rate_at_known_steps(schedule: str, rates: dict[int, float]
 def test_a_cooldown_stays_at_the_final_rate() -> None:
     words = ["train.epochs=10", "schedule.warmup=0", "schedule.final=0.1", "schedule.cooldown=2 epochs"]
     plan = plan_of(*words, data=DataSize(960, 100, 10))
-    assert plan.total_steps == 100
-    rates = [plan.learning_rate(step) / plan.peak_lr for step in range(100)]
+    rates = [plan.learning_rate(step) / plan.peak_lr for step in range(plan.total_steps)]
     assert (rates[0], rates[40]) == (1, pytest.approx(0.55))
     assert rates[80:] == pytest.approx([0.1] * 20)
     line = refused("schedule.warmup=9 epochs", "schedule.cooldown=9 epochs")
@@ -115,41 +103,36 @@ def test_images_grow_between_epochs_as_in_ffcv() -> None:
         assert "is from epoch 5 to" in refused(*growth, f"augment.growth={when}")
 
 
-def compiled(*words: str, **world_fields: object) -> str:
-    config = load("digits", ["run.portable=false", *words])
-    plan = make_plan(config, World(**world_fields), DIGITS)  # type: ignore[arg-type]
+def compiled(*words: str, **world: Any) -> str:
+    try:
+        plan = plan_of("run.portable=false", *words, **world)
+    except RequestError as error:
+        return f"refused: {error}"
     return f"{plan.compiles} {plan.compile_reason}"
 
 
 def test_the_plan_says_whether_the_model_is_compiled_and_why() -> None:
-    gpu: dict[str, object] = {"has_gpu": True}
-    for words, fields, says in (
+    gpu: dict[str, Any] = {"has_gpu": True}
+    pair, no_compiler = {**gpu, "size": 2}, {"missing_to_compile": "a compiler"}
+    for words, world, says in (
         ([], gpu, "True there is a GPU, unless timed"), (["train.compile=on"], {}, "True train.compile"),
         (["train.compile=off"], gpu, "False train.compile=off"), (["run.device=cpu"], gpu, "False no GPU"),
         (["run.deterministic=true"], gpu, "False the run is deterministic"),
-        (["model.batchnorm=sync"], {**gpu, "size": 2}, "False model.batchnorm=sync"),
+        (["model.batchnorm=sync"], pair, "False model.batchnorm=sync"),
         (["model.batchnorm=sync"], gpu, "True there is a GPU"),  # one process does not
         (["train.compile=reduce-overhead", "run.deterministic=true"], gpu, "True train.compile"),
+        ([], gpu | no_compiler, "False torch.compile needs a compiler"),
+        (["train.compile=on"], no_compiler, "refused: train.compile=on needs a compiler"),
+        (["train.compile=on", "model.batchnorm=sync"], pair, "refused: train.compile=on needs model"),
     ):  # fmt: skip
-        assert compiled(*words, **fields).startswith(says)
-    missing = {"missing_to_compile": "a compiler"}
-    assert compiled(**gpu, **missing).startswith("False torch.compile needs a compiler")
-    with pytest.raises(RequestError, match=r"train\.compile=on needs a compiler"):
-        compiled("train.compile=on", **missing)
-
-
-def test_a_compilation_that_cannot_be_is_refused_by_name() -> None:
-    word, gpu = "train.compile=reduce-overhead", {"has_gpu": True}
-    pair: dict[str, object] = {**gpu, "size": 2, "local_size": 2}
-    for words, world_fields, problem in (
-        ([word, "run.device=cpu"], gpu, "one process with a GPU"), ([word], pair, "one process with a GPU"),
-        (["train.compile=on", "model.batchnorm=sync"], pair, "needs model.batchnorm"),
-        ([word, "batch.accumulate=2"], gpu, "batch.accumulate"),
-        ([word, "augment.first_size=16"], gpu, "augment.first_size"),
-        ([word, "run.exact=true"], gpu, "run.exact=true"), ([word, "parallel=fsdp"], gpu, "parallel=fsdp"),
+        assert compiled(*words, **world).startswith(says)
+    for word, world, named in (
+        ("run.device=cpu", gpu, "one process with a GPU"), ("run.seed=0", pair, "one process with a GPU"),
+        ("batch.accumulate=2", gpu, "batch.accumulate"), ("run.exact=true", gpu, "run.exact=true"),
+        ("augment.first_size=16", gpu, "augment.first_size"), ("parallel=fsdp", gpu, "parallel=fsdp"),
     ):  # fmt: skip
-        with pytest.raises(RequestError, match=problem):
-            compiled(*words, **world_fields)
+        line = compiled("train.compile=reduce-overhead", word, **world)
+        assert (line.startswith("refused"), named in line) == (True, True), line
 
 
 @pytest.mark.fault("F4")
@@ -160,13 +143,10 @@ def test_a_remainder_is_refused_with_the_nearest_values_that_work() -> None:
     line = refused("batch.global=96", "batch.accumulate=5", size=2)
     assert line.endswith("that works is 90 or 100"), "no world works"
     assert refused("batch.global=2", size=4).endswith("that works is 4; worlds that work are 1, 2")
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 12])
-def test_the_nearest_values_that_are_named_work(world_size: int) -> None:
-    line = refused("batch.global=1001", "batch.accumulate=2", size=world_size)
-    for batch in re.search(r"works is ([\d or]+)", line)[1].split(" or "):  # type: ignore[index]
-        assert plan_of(f"batch.global={batch}", "batch.accumulate=2", size=world_size)
+    for size in (1, 3, 12):
+        line = refused("batch.global=1001", "batch.accumulate=2", size=size)
+        for batch in re.search(r"works is ([\d or]+)", line)[1].split(" or "):  # type: ignore[index]
+            assert plan_of(f"batch.global={batch}", "batch.accumulate=2", size=size)
 
 
 @pytest.mark.fault("E3")
@@ -176,24 +156,6 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_work
     assert line.endswith(" 1436")
     assert plan_of("batch.global=1436", size=4).steps_per_epoch == 1
     assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image each")
-
-
-def test_the_batches_that_workers_hold_ready_are_counted() -> None:
-    words = ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"]
-    # 4 processes × (2 workers × (3 prefetched + one) + one in use + one arriving) × 3 × 224² bytes
-    # × (64 training + 64 validation images)
-    assert plan_of(*words, size=4).prefetch_bytes == 4 * 10 * 3 * 224 * 224 * 128
-    assert plan_of(*words, "data.workers=0", size=4).prefetch_bytes == 0
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
-    bound = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl
-    shown = "len(os.sched_getaffinity(0)), this_world().cpus"
-    code = f"import os; from pipeline.launcher import *; print({shown})"
-    done = subprocess.run([sys.executable, *launch, *bound, code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"1 {machine.available_cpus()}\n"
 
 
 def test_a_cgroup_and_those_above_it_limit_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +176,7 @@ def test_a_cgroup_and_those_above_it_limit_the_cpus(tmp_path: Path, monkeypatch:
 
 def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     words = ("data.workers=6", "batch.accumulate=2", "--world", "4", "--nodes", "2")
-    result = quick("plan", "digits", *words, cwd=tmp_path)
+    result = harness.quick("plan", "digits", *words, cwd=tmp_path)
     assert result.code == 0, result.err
     for row in (
         "batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",

@@ -1,69 +1,65 @@
-"""A portable run has the same bits on every model of CPU, and says when it has not."""
+"""Each kind of work of a portable run has the same bits on every model of CPU; others are named."""
 
 import json
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import SMALL, Result, environment, free_port, quick, run_together
+from kinds import KINDS, constants, software, this_machine
 
 from pipeline.addons.run import portable
 from pipeline.addons.run.portable import VARIABLES, portability
 from pipeline.config.load import from_yaml, load
 from pipeline.world import World
 
-SHORT = (*SMALL, "train.max_steps=4", "data.workers=0")
-
-
-def without(*names: str, **extra: str) -> dict[str, str]:
-    """Return this process's environment, without the variables of portable runs and `names`."""
-    return {name: value for name, value in environment().items() if name not in (*VARIABLES, *names)} | extra
-
 
 def train_command(folder: Path, digits: Path) -> list[str]:
-    words = ["train", "digits", f"data.root={digits}", f"run.dir={folder}", *SHORT]
-    return [sys.executable, "-m", "pipeline", *words]
+    words = ["train", "digits", f"data.root={digits}", f"run.dir={folder}", *SMALL, "train.max_steps=4"]
+    return [sys.executable, "-m", "pipeline", *words, "data.workers=0"]
 
 
-def train(folder: Path, digits: Path, env: dict[str, str]) -> tuple[str, str]:
-    """Train a few steps with a new interpreter; return the weights, and the plan's row."""
-    command = train_command(folder, digits)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    plan = json.loads((folder / "plan.json").read_text())
-    return done.stdout.split("weights=")[1].strip(), f"{plan['is_portable']}: {plan['portable_reason']}"
+def plan(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())
+    return found
 
 
 def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_difference(
     tmp_path: Path, digits: Path
 ) -> None:
-    here, row = train(tmp_path / "here", digits, without("OMP_NUM_THREADS"))
-    assert row.startswith("True: any x86-64 CPU")
-    set_before, _ = train(tmp_path / "set", digits, without(**VARIABLES, OMP_NUM_THREADS="8"))
-    assert set_before == here
-    start = json.loads((tmp_path / "here" / "receipt.json").read_text())["starts"][0]
-    assert start["portable"] == "yes"
-    again = quick("evaluate", str(tmp_path / "here"))
-    assert again.done["weights"] == here.removeprefix("sha256:")
+    here, outputs = environment(), []
+    for name in (*VARIABLES, "OMP_NUM_THREADS"):
+        here.pop(name, None)
+    for name, env in (("here", here), ("set", here | VARIABLES | {"OMP_NUM_THREADS": "8"})):
+        command = train_command(tmp_path / name, digits)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    assert plan(tmp_path / "here")["is_portable"]
+    receipt = json.loads((tmp_path / "here" / "receipt.json").read_text())
+    assert receipt["starts"][0]["portable"] == "yes"
+    weights = quick("evaluate", str(tmp_path / "here")).done["weights"]
+    assert f"weights=sha256:{weights}" in outputs[0]
 
 
-def two_ranks(folder: Path, digits: Path, word: str = "", **env: str) -> Result:
+def two_ranks(folder: Path, digits: Path, word: str = "run.seed=0", **env: str) -> Result:
     """Train with two ranks; rank 1 has another word in its command, or another variable."""
     command = train_command(folder, digits)
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
     ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    return run_together([command, [*command, word] if word else command], [ranks[0], ranks[1] | env])
+    return run_together([command, [*command, word]], [ranks[0], ranks[1] | env])
 
 
 def test_a_run_is_portable_only_if_it_is_on_every_rank(tmp_path: Path, digits: Path) -> None:
     assert two_ranks(tmp_path / "run", digits, ONEDNN_MAX_CPU_ISA="SSE41").code == 0
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert plan["portable_reason"].startswith("on rank 1: ")
-    assert "ONEDNN_MAX_CPU_ISA=SSE41" in plan["portable_reason"]
-
-
-def test_ranks_that_would_train_differently_are_refused(tmp_path: Path, digits: Path) -> None:
-    result = two_ranks(tmp_path / "run", digits, "run.portable=false")
+    reason = plan(tmp_path / "run")["portable_reason"]
+    assert reason.startswith("on rank 1: ")
+    assert "ONEDNN_MAX_CPU_ISA=SSE41" in reason
+    result = two_ranks(tmp_path / "other", digits, "run.portable=false")
     assert result.code == 2
     assert "rank 1 was started with another configuration than rank 0" in result.err
 
@@ -121,3 +117,32 @@ def test_square_roots_are_the_ieee_ones() -> None:
     command = [sys.executable, "-W", "error", "-c", ROOTS]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/receipts/kinds.md"
+needs_qemu = pytest.mark.skipif(
+    shutil.which("qemu-x86_64") is None, reason="qemu-x86_64 is not installed (Debian: qemu-user)"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        pytest.param("--cpu Haswell --quick", marks=[needs_qemu, pytest.mark.full]),
+        *(
+            pytest.param(f"--cpu {model}", marks=[needs_qemu, pytest.mark.long])
+            for model in ("Haswell", "EPYC-Rome", "Skylake-Client-noTSX-IBRS")
+        ),
+    ],
+)
+def test_every_kind_has_the_bits_of_the_page_on_this_machine_and_on_emulated_ones(options: str) -> None:
+    assert constants(PAGE).keys() == KINDS.keys()
+    command = [sys.executable, "tests/kinds.py", "--check", "docs/receipts/kinds.md", *options.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
+    if done.returncode == 1 and software() not in PAGE.read_text():
+        pytest.skip(f"here are other versions than the page's: {software()}")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    if not options and this_machine() not in PAGE.read_text():
+        warnings.warn(f"add to the machines of {PAGE}: {this_machine()}", stacklevel=1)

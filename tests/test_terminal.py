@@ -9,17 +9,18 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, Result, quick
+from harness import SMALL, Job, before_each, quick
 
 from pipeline.record.journal import final_status
 
 
 def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, digits: Path) -> None:
-    command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", "train.epochs=2"]
-    command += ["model.arch=shufflenet_v2_x0_5", "run.threads=1", "track.uri=none", "track.report=false"]
+    words = [f"data.root={digits}", *SMALL, "batch.global=96", "train.epochs=2"]
+    command = [sys.executable, "-m", "pipeline", "train", "digits", *words]
     screen = bytearray()
     main, end = pty.openpty()
     fcntl.ioctl(main, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
@@ -38,17 +39,12 @@ def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, d
     assert max(map(len, shown)) < 120
 
 
-def test_a_quiet_run_prints_nothing_and_copies_no_model_for_a_pass_that_it_does_not_need(
-    tmp_path: Path, digits: Path
-) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "run.resume=never", "--quiet"]
-    run = Job(
-        tmp_path / "run", words, prelude="from pipeline.train import session; session.copy_to_host = None"
-    )
+def test_a_quiet_run_prints_nothing_and_copies_no_model_in_vain(job: Callable[..., Job]) -> None:
+    no_copy = "from pipeline.train import session; session.copy_to_host = 0"
+    run = job("train.max_steps=1", "run.resume=never", "--quiet", prelude=no_copy)
     for _ in range(2):  # the second sets the first aside
         result = run.run()
-        assert (result.code, result.err) == (0, "")
-        assert result.done["step"] == "1"
+        assert (result.code, result.err, result.done["step"]) == (0, "", "1")
 
 
 # What may happen to an output: statements that a process executes first.
@@ -63,10 +59,8 @@ NOT_READ = (
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=1", "train.max_steps=4"]
-    words += ["evaluate.every=2 steps"]
-    return Job(tmp_path_factory.mktemp("runs") / "undisturbed", words).finished()
+def undisturbed(job: Callable[..., Job]) -> Job:
+    return job("train.max_steps=4", "evaluate.every=2 steps").finished()
 
 
 @pytest.mark.parametrize(
@@ -78,33 +72,28 @@ def test_nothing_that_happens_to_standard_error_ends_or_changes_a_run(
     tmp_path: Path, undisturbed: Job, happening: str, nproc: int
 ) -> None:
     run = Job(tmp_path / "run", undisturbed.arguments, nproc, prelude=happening.format(2))
-    done = run.start().wait().done
+    assert run.run().done["step"] == "4"
     assert final_status(run.folder / "journal.jsonl") == "FINISHED"
-    if nproc == 1:
-        assert run.output() == undisturbed.output()
-    assert done["step"] == "4"
-
-
-def end_with(words: list[str], folder: Path, happening: str) -> Result:
-    result = quick(*words, cwd=folder, timeout=60, prelude=happening.format(1))
-    assert "Traceback" not in result.err, result.err
-    return result
+    assert nproc == 2 or run.output() == undisturbed.output()
 
 
 @pytest.mark.parametrize("happening", [BROKEN_PIPE, FULL_DISK, CLOSED], ids=["pipe", "disk", "closed"])
-def test_a_command_keeps_its_exit_code_if_its_result_cannot_be_written(
+def test_an_exit_code_survives_a_lost_output(
     tmp_path: Path, undisturbed: Job, digits: Path, happening: str
 ) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(digits / "val", damaged / "train")
     shutil.copytree(digits / "val", damaged / "val")
     next((damaged / "val/3").iterdir()).write_bytes(b"no image")
-    failing = [["data", "check", str(damaged)], ["doctor", "nosuch", "--json"]]
-    assert [end_with(words, tmp_path, happening).code for words in failing] == [4, 2]
-    for words in (["plan", "digits"], ["recipes"], undisturbed.train_words()):
-        output = end_with(words, tmp_path, happening)
-        assert output.code == (4 if happening == FULL_DISK else 0)
-        assert ("pipeline: standard output cannot be written" in output.err) == (happening == FULL_DISK)
+    code = 4 if happening == FULL_DISK else 0
+    for words, expected in (
+        (["data", "check", str(damaged)], 4), (["doctor", "nosuch", "--json"], 2), (["recipes"], code),
+        (["plan", "digits"], code), (undisturbed.train_words(), code),
+    ):  # fmt: skip
+        result = quick(*words, cwd=tmp_path, timeout=60, prelude=happening.format(1))
+        assert (result.code, "Traceback" in result.err) == (expected, False), result.err
+        if words[0] not in ("data", "doctor"):
+            assert ("pipeline: standard output cannot be written" in result.err) == (code == 4)
 
 
 def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_path: Path) -> None:
@@ -117,27 +106,21 @@ def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_p
 
 
 def test_a_crash_is_recorded_before_it_is_printed_with_its_cause(tmp_path: Path, undisturbed: Job) -> None:
-    prelude = (
-        "import sys, pipeline.train.session as session\n"
-        "def fail(*_, **__):\n"
-        "    raise RuntimeError('CUDA error: device-side assert triggered\\n"
-        "Compile with `TORCH_USE_CUDA_DSA`')\n"
-        "session.train = fail\n"
-    )
-    run = Job(tmp_path / "run", undisturbed.arguments, 2, prelude=prelude)
-    result = run.start().wait()
+    cause = "CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`"
+    prelude = before_each("pipeline.train.session.train", f"raise RuntimeError('{cause}')")
+    result = Job(tmp_path / "run", undisturbed.arguments, 2, prelude=prelude).run()
     assert result.code == 1
     for line in (line for line in result.err.splitlines() if line.startswith("pipeline: ")):
         assert "CUDA error: device-side assert triggered Compile with" in line
     assert "other ranks were stopped" in result.err.splitlines()[-1]
 
-    prelude += (
-        "import io, os\n"
-        "class Terminal(io.StringIO):\n"
-        "    def write(self, text):\n"
-        "        if 'Traceback' in text: os._exit(9)\n"
-        "sys.stderr = Terminal()\n"
-    )
+    prelude += """
+import io, sys
+class Terminal(io.StringIO):
+    def write(self, text):
+        if 'Traceback' in text: os._exit(9)
+sys.stderr = Terminal()
+"""
     run = Job(tmp_path / "printing", undisturbed.arguments, prelude=prelude)
-    assert run.start().wait().code == 9
+    assert run.run().code == 9
     assert final_status(run.folder / "journal.jsonl") == "FAILED"

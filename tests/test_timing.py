@@ -1,115 +1,59 @@
-"""Slow parts are charged to their own entry of the time accounting, which sums to the wall time."""
+"""The time of each epoch is accounted for; the profile and the share of a GPU's peak (MFU)."""
 
-import time
+import gzip
+import json
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from harness import read_rows
-from torch.optim import SGD
+from harness import Job, before_each, plan_of, read_rows
 
 import pipeline.timing
-from pipeline.addons.datasets.sources import open_source
-from pipeline.addons.models.evaluator import Evaluator
+from pipeline.addons.run import mfu
+from pipeline.addons.run.mfu import MfuMeter, flops_per_image
 from pipeline.addons.run.timing import CudaStepTimer, advise
-from pipeline.config.load import load
-from pipeline.data.loader import TrainBatches
-from pipeline.guards.signals import StopRequest
-from pipeline.operate.request import Checked
-from pipeline.operate.start import run_rank
-from pipeline.parallel import strategy
-from pipeline.planning import make_plan
-from pipeline.record.checkpoint import CheckpointWriter
-from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal
+from pipeline.config.sections import Model
+from pipeline.group import Group
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.world import World
 
 STEPS = 4
-# entry -> function that sleeps (class or module, name), seconds, calls in an epoch
-SLOW: dict[Entry, tuple[Any, str, float, int]] = {
-    "data": (TrainBatches, "__getitem__", 0.05, STEPS),
-    "forward_backward": (strategy, "classification_loss", 0.1, STEPS),
-    "optimizer": (SGD, "step", 0.15, STEPS),
-    "tracking": (Journal, Journal.log_metrics.__name__, 0.07, STEPS + 1),  # one more for validation
-    "validation": (Evaluator, "evaluate", 0.9, 1),
-    "checkpoint": (CheckpointWriter, "save", 1.2, 1),
+# entry -> function that sleeps, seconds, calls in an epoch
+SLOW: dict[Entry, tuple[str, float, int]] = {
+    "data": ("pipeline.data.loader:TrainBatches.__getitem__", 0.05, STEPS),
+    "forward_backward": ("pipeline.parallel.strategy.classification_loss", 0.1, STEPS),
+    "optimizer": ("torch.optim:SGD.step", 0.15, STEPS),
+    "tracking": ("pipeline.record.journal:Journal.log_metrics", 0.07, STEPS + 1),  # one more for validation
+    "validation": ("pipeline.addons.models.evaluator:Evaluator.evaluate", 0.9, 1),
+    "checkpoint": ("pipeline.record.checkpoint:CheckpointWriter.save", 1.2, 1),
 }
 
 
-def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """Return a function that sleeps and then calls `function`."""
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(seconds)
-        return function(*arguments, **options)
-
-    return slow
-
-
-def epochs(folder: Path) -> list[dict[str, float]]:
-    """Train a small model and return the time metrics of its epochs."""
-    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "model.arch=shufflenet_v2_x0_5",
-             "augment.size=32", "batch.global=8", "train.epochs=2", "track.uri=none", "track.every=1 step",
-             "track.report=false", "run.device=cpu", "evaluate.batch=8", f"run.dir={folder}"]  # fmt: skip
-    config = load("digits", words)
-    run_folder = RunFolder(folder)
-    run_folder.hold()
-    source = open_source(config)
-    checked = Checked(config, source, make_plan(config, World(), source.size))
-    run_rank(config, World(), run_folder, StopRequest(), checked)
-    run_folder.release()
-    return [
-        row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})
-    ]
-
-
-def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kind, name, seconds, _ in SLOW.values():
-        monkeypatch.setattr(kind, name, slowed(getattr(kind, name), seconds))
-    start = time.perf_counter()
-    found = epochs(tmp_path / "slow")
-    wall = time.perf_counter() - start
+def test_entries_sum_to_the_wall_time(job: Callable[..., Job]) -> None:
+    words = ("data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32",
+             "batch.global=8", "train.epochs=2", "track.every=1 step", "evaluate.batch=8")  # fmt: skip
+    sleeps = [before_each(function, f"time.sleep({seconds})") for function, seconds, _ in SLOW.values()]
+    run = job(*words, prelude="\n".join(f"exec({code!r}, {{}})" for code in sleeps))
+    result = run.run()
+    assert result.code == 0, result.err
+    metrics = [row.get("metrics", {}) for row in read_rows(run.folder / "journal.jsonl")]
+    found = [row for row in metrics if "time/epoch_s" in row]
     assert len(found) == 2, "one row an epoch"
-    assert 0.2 * wall < sum(row["time/epoch_s"] for row in found) < wall
+    assert 0.2 * result.seconds < sum(row["time/epoch_s"] for row in found) < result.seconds
     for row in found:
-        assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(
-            row["time/epoch_s"], rel=0.01
-        )
-        for entry, (_, _, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
+        total = sum(row[f"time/{entry}_s"] for entry in ENTRIES)
+        assert total == pytest.approx(row["time/epoch_s"], rel=0.01)
+        for entry, (_, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
             assert row[f"time/{entry}_s"] >= seconds * times, entry
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
-
-
-def test_consecutive_epochs_account_for_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = VirtualGpu(monkeypatch)  # of which the host's clock counts here
-    timer = StepTimer()
-    timer.pop()
-    with timer.charge("data"):
-        gpu.host += 50
-        with timer.charge("copy"):
-            gpu.host += 100
-            timer.switch_to("communication")
-            gpu.host += 150
-        gpu.host += 50
-    gpu.host += 7
-    expected = {"data": 0.1, "copy": 0.1, "communication": 0.15, "other": 0.007}
-    assert {entry: spent for entry, spent in timer.pop().items() if spent} == pytest.approx(expected)
 
 
 class VirtualGpu:
     """A host and a device whose clocks are numbers, in ms: now, and the end of what is queued."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.host = self.device = 0.0
-        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: VirtualEvent(self))
-        clock = SimpleNamespace(perf_counter=lambda: self.host / 1000)
-        monkeypatch.setattr(pipeline.timing, "time", clock)
+    host = device = 0.0
 
     def queue(self, ms: float) -> float:
         """Queue work of `ms`; return when it ends."""
@@ -153,11 +97,17 @@ class VirtualEvent:
         return end.time - self.time
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGpu:
+    gpu = VirtualGpu()
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: VirtualEvent(gpu))
+    clock = SimpleNamespace(perf_counter=lambda: gpu.host / 1000)
+    monkeypatch.setattr(pipeline.timing, "time", clock)
+    return gpu
+
+
 @pytest.mark.parametrize(("loader_ms", "waits"), [(78, 0), (82, 0.02), (90, 0.11), (160, 0.5)])
-def test_a_gpu_waits_for_data_only_while_it_is_idle(
-    loader_ms: float, waits: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = VirtualGpu(monkeypatch)
+def test_a_gpu_waits_for_data_only_while_it_is_idle(gpu: VirtualGpu, loader_ms: float, waits: float) -> None:
     timer = CudaStepTimer()
     timer.pop()
     gpu.train(timer, 200, loader_ms)
@@ -178,14 +128,52 @@ def test_a_gpu_waits_for_data_only_while_it_is_idle(
 
 @pytest.mark.parametrize(
     ("spent", "says"),
-    [
-        ({"data": 41, "forward_backward": 59}, "waiting for data 41%: raise data.workers, or pack"),
-        ({"communication": 50, "checkpoint": 20}, "waiting for the other processes 71%: raise batch.global"),
-        ({"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
-        ({"data": 5, "forward_backward": 80, "validation": 15}, None),
-        ({"checkpoint": 0.9, "forward_backward": 1.0}, None),
-    ],
-)
+    [({"data": 41, "forward_backward": 59}, "waiting for data 41%: raise data.workers, or pack"),
+     ({"communication": 50, "checkpoint": 20}, "waiting for the other processes 71%: raise batch.global"),
+     ({"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
+     ({"data": 5, "forward_backward": 80, "validation": 15}, None),
+     ({"checkpoint": 0.9, "forward_backward": 1.0}, None)],
+)  # fmt: skip
 def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) -> None:
     advice = advise({**dict.fromkeys(ENTRIES, 0.0), **spent})
     assert advice is None if says is None else advice and advice[1].startswith(says)
+
+
+def test_the_profile_contains_the_requested_steps(job: Callable[..., Job]) -> None:
+    run = job("data.workers=0", "train.max_steps=3", "profile.steps=2-3")
+    result = run.run()
+    file = run.folder / "report/profile-steps-2-3.json.gz"
+    assert f"profile of steps 2 to 3: {file}" in result.err
+    names = [event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step#") for name in names) == 2
+    run.arguments[-2:] = ["train.max_steps=5", "profile.steps=3-5"]
+    run.finished()
+    assert len([*run.folder.glob("report/profile*")]) == 1, "a run that resumes in the window records nothing"
+
+
+def test_a_resnet50_step_is_three_times_its_published_forward_flops() -> None:
+    # torchvision documents 4.089 G multiply-adds for the forward pass. The backward pass takes
+    # twice that, except for the gradient of the first layer's input.
+    flops = flops_per_image(Model(arch="resnet50"), 1000, 224)
+    assert flops == pytest.approx(3 * 2 * 4.089e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [("NVIDIA H100 PCIe", "fp16", 756e12), ("NVIDIA A100-SXM4-80GB", "tf32", 156e12),
+     ("NVIDIA L4", "bf16", 121e12), ("NVIDIA A100-SXM4-80GB", "fp32", None), ("Some GPU", "bf16", None),
+     ("NVIDIA L40", "bf16", None), ("NVIDIA RTX A1000", "bf16", None), ("NVIDIA GB200", "bf16", None),
+     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None)],
+)  # fmt: skip
+def test_a_device_without_a_known_peak_has_no_mfu(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str, peak: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    config, plan = plan_of(f"train.precision={precision}")
+    gpu = Group(World(), torch.device("cuda"))
+    flops = 1000 * flops_per_image(config.model, 10, 32)
+    meter = MfuMeter(config, replace(plan, world=2), gpu)
+    monkeypatch.setattr(mfu, "flops_per_image", lambda *_: pytest.fail("it counts again"))
+    assert meter.metrics(1000, 32) == ({} if peak is None else {"time/mfu": pytest.approx(flops / peak / 2)})
+    for group in (Group(World(), torch.device("cpu")), Group(World(2, 2, 1, 1), torch.device("cuda"))):
+        assert MfuMeter(config, plan, group).metrics(1000, 32) == {}

@@ -30,7 +30,7 @@ GUARDS = [
     Guard("digest check of a checkpoint", "pipeline/record/checkpoint_files.py",
           "    if not digest.startswith(stated):\n",
           "    if not digest:\n",
-          "tests/test_checkpoint.py::test_every_damaged_checkpoint_is_detected_named_and_skipped"),
+          "tests/test_checkpoint.py::test_every_damaged_checkpoint_is_named_and_skipped"),
     Guard("lock of the run folder", "pipeline/addons/deploy/takeover.py",
           "            acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
           "", "tests/faults/test_stops.py::test_a_second_start_exits_75_and_names_the_holder"),
