@@ -26,11 +26,11 @@ def make_model() -> nn.Module:
     return network
 
 
-def evaluate(root: Path, group: Group, model: nn.Module, *words: str) -> Evaluated:
+def evaluate(root: Path, model: nn.Module, *words: str, group: Group | None = None) -> Evaluated:
     """Evaluate the model on the digits in `root`, in batches of 48."""
     config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0", *words)
-    evaluator = Evaluator(model, source, config, plan, group)
-    result = evaluator.evaluate(1, SILENT, lambda: False)
+    group = group or Group(World(), torch.device("cpu"))
+    result = Evaluator(model, source, config, plan, group).evaluate(1, SILENT, lambda: False)
     assert result
     return result
 
@@ -40,7 +40,7 @@ def evaluate_alone(root: Path, *words: str) -> tuple[Evaluated, dict[str, Any], 
     logits: list[torch.Tensor] = []
     model = make_model()
     model.register_forward_hook(lambda _module, _inputs, result: logits.append(result))
-    found = evaluate(root, Group(World(), torch.device("cpu")), model, *words)
+    found = evaluate(root, model, *words)
     return found, _found(found), torch.cat(logits)
 
 
@@ -53,7 +53,7 @@ def evaluate_together(root: Path, size: int, folder: Path, *words: str) -> Any:
 
 def _run_rank(rank: int, address: str, size: int, root: Path, output: Path, words: tuple[str, ...]) -> None:
     group = Group(World(size, size, rank, rank, init_method=address), torch.device("cpu"), 60)
-    result = evaluate(root, group, make_model(), *words)
+    result = evaluate(root, make_model(), *words, group=group)
     if group.is_main:
         output.write_text(json.dumps(_found(result)))
     group.shutdown()

@@ -30,13 +30,11 @@ from pipeline.config.load import load
 from pipeline.config.sections import Train
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.mix import draw_mix, own_label_weights, swap_partners
-from pipeline.group import Group
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.folder import RunFolder
 from pipeline.train.evaluation import CONFIDENCE_UNIT
-from pipeline.world import World
 
 CPU = torch.device("cpu")
 NAMES = ["big", "even", "four", "odd", "one", "prime", "round", "three", "two", "void"]
@@ -158,7 +156,7 @@ def test_an_image_without_a_target_or_a_finite_logit_is_a_wrong_answer(
         EvalBatches, "_load",
         lambda self, key, *more: unreadable.labels if key.sample == 0 else load_one(self, key, *more),
     )  # fmt: skip
-    found = evaluate(digits, Group(World(), CPU), model, *table).evaluation
+    found = evaluate(digits, model, *table).evaluation
     assert (found.images, found.total, found.not_finite) == (len(source.val), len(source.val), batches)
     assert found.correct1 == len(source.val) - batches - 1
     assert "loss" not in found.figures
