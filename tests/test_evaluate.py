@@ -246,7 +246,7 @@ def test_the_held_out_images_are_evaluated_and_all_of_another_folder(
         (moved, count, f"the {size} held-out images of {moved}"),
         (other, "359/359", f"all 359 images of {other}"),
         (digits, "360/360", f"the 360 images of {digits}/val"),
-        (digits / "train", "1437/1437", f"1437 images of {digits}/train"),
+        (digits / "train", "1437/1437", f"all 1,437 images of {digits}/train"),
     ):
         images, line = evaluate_here(capsys, plain_run.folder, f"data.root={root}")
         assert images == expected

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,10 +26,8 @@ HOSTILE = "<script>alert(1)</script>"
 CLASSES = [HOSTILE, '"><img src="https://example.org/x.png">', "a long name " * 12]
 DONE = "done step=28 epoch=2 top1=0.6667 top5=0.9833 images=3/3 weights=sha256:4f0c"
 FIGURES = [word.partition("=")[2] for word in DONE.split()[1:]]
-SECTIONS = [
-    "curves", "confusion", "classes", "reliability", "mistakes", "augmentation", "time", "evaluations",
-    "receipt", "commands", "configuration",
-]  # fmt: skip
+SECTIONS = ["curves", "confusion", "classes", "reliability", "mistakes", "augmentation", "time",
+            "evaluations", "receipt", "commands", "configuration"]  # fmt: skip
 
 
 @pytest.fixture
@@ -67,13 +65,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Page(HTMLParser):
-    """The elements and texts of a page."""
+    """The elements and texts of the page of a run's folder, written now."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
-        self.feed((folder / "report" / "index.html").read_text())
+        self.source = render_page(RunFolder(folder))
+        self.feed(self.source)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes)))
@@ -84,95 +83,70 @@ class Page(HTMLParser):
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.elements if name == tag]
 
+    def sections(self) -> list[str | None]:
+        return [section["id"] for section in self.all("section")]
+
 
 def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None:
     page = Page(folder)
-    assert [section["id"] for section in page.all("section")] == SECTIONS
-    assert {*FIGURES, "finished", "75.0 %", "6.0 s"} <= set(page.texts)
-    run = shlex.quote(str(folder))
-    again = shlex.quote(f"{folder}-again")
+    assert page.source == (folder / "report" / "index.html").read_text(), "the same bytes again"
+    assert page.sections() == SECTIONS
+    run, again = shlex.quote(str(folder)), shlex.quote(f"{folder}-again")
     repeat = f"pipeline train {shlex.quote(f'{folder}/config.yaml')} run.dir={again} --nproc 2"
-    assert {repeat, f"pipeline verify {run}"} <= set(page.texts)
-    for name in CLASSES[:2]:
-        assert name in page.texts, "a class's name is text"
-    assert "<b>GPU</b>" in page.texts
+    expected = {*FIGURES, "finished", "75.0 %", "6.0 s", repeat, f"pipeline verify {run}"}
+    assert expected | {*CLASSES[:2], "<b>GPU</b>"} <= set(page.texts), "a class's name is text"
     forbidden = {"script", "link", "iframe", "object", "a", "base", "form"}
     assert not {tag for tag, _ in page.elements} & forbidden
     assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img"))
     assert len(page.all("img")) == 6, "four pictures, a mistake and an augmented image"
     names = {name for _, attributes in page.elements for name in attributes}
     assert not {name for name in names if name.startswith("on") or name in ("href", "srcset", "background")}
-    assert not re.search(r"url\(|@import", (folder / "report" / "index.html").read_text())
+    assert not re.search(r"url\(|@import", page.source)
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     assert {"http-equiv": "Content-Security-Policy", "content": policy} in page.all("meta")
-    assert render_page(RunFolder(folder)) == (folder / "report" / "index.html").read_text(), (
-        "the same bytes again"
-    )
 
 
-def test_a_missing_or_damaged_part_is_left_out_and_named(folder: Path) -> None:
-    (folder / "plan.json").write_text("{")
-    (folder / "report" / "curves.png").unlink()
-    (folder / "report" / "classes.png").unlink()
+def test_a_missing_or_damaged_part_is_left_out_and_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = folder / "journal.jsonl"
+    rows = journal.read_text()
+    for damage in ({"weights": 5}, {"loss": "low"}, {"top1": "high"}):
+        row = {"time": 1, "event": "evaluated", "step": 30, "weights": "", "top1": 0.9, "images": "3/3"}
+        journal.write_text(rows + json.dumps(row | damage) + "\n")
+        page = Page(folder)
+        assert page.sections() == [*(name for name in SECTIONS if name != "evaluations"), "left-out"]
+        assert "evaluations" in page.texts
+    journal.write_text("".join(rows.splitlines(keepends=True)[:2]))
+    page = Page(folder)
+    assert "running or killed" in page.texts, "a run that has just started has a page"
+    assert DONE not in page.texts
+    journal.write_text(rows)
+
+    for name in ("plan.json", "report/curves.png", "report/classes.png"):
+        (folder / name).unlink()
     saved = folder / "report" / "data" / "step-00000028.npz"
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "_MAX_BYTES", 100)
+        assert "mistakes" not in Page(folder).sections(), "it would unpack to too many bytes"
     saved.write_bytes(saved.read_bytes()[:100])
-    saved.with_stem("step-00000028 (copy)").touch()
-    assert evaluations.saved_evaluations(folder / "report") == [saved]
-    (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
     page = Page(folder)
     shown = ["confusion", "reliability", "augmentation", "time", "configuration", "left-out"]
-    assert [section["id"] for section in page.all("section")] == shown
+    assert page.sections() == shown
     named = {"summary", "curves", "frequent confusions", "accuracy of each class", "mistakes", "commands"}
     assert named <= set(page.texts)
 
 
-@pytest.mark.parametrize("damage", [{"weights": 5}, {"loss": "low"}, {"top1": "high"}])
-def test_a_damaged_evaluation_is_left_out_and_named(folder: Path, damage: dict[str, object]) -> None:
-    row = {"time": 1, "event": "evaluated", "step": 30, "weights": "", "top1": 0.9, "images": "3/3"}
-    with open(folder / "journal.jsonl", "a") as journal:
-        journal.write(json.dumps(row | damage) + "\n")
-    (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
-    page = Page(folder)
-    shown = [section for section in SECTIONS if section != "evaluations"]
-    assert [section["id"] for section in page.all("section")] == [*shown, "left-out"]
-    assert "evaluations" in page.texts
-
-
-def test_an_evaluation_that_unpacks_to_too_many_bytes_is_not_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluations, "_MAX_BYTES", 100)
-    with pytest.raises(ValueError, match="would unpack to"):
-        evaluations.last_evaluation(folder / "report")
-
-
-def test_a_run_that_has_just_started_has_a_page(folder: Path) -> None:
-    journal = folder / "journal.jsonl"
-    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
-    assert main(["report", str(folder)]) == 0
-    page = Page(folder)
-    assert "running or killed" in page.texts
-    assert DONE not in page.texts
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_program()
-    if program is None:
-        pytest.skip(NO_BROWSER)
-    browser = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-def test_the_page_opens_in_a_browser_without_a_network(folder: Path, browser: Browser) -> None:
+def test_the_page_opens_in_a_browser_without_a_network(folder: Path, tmp_path: Path) -> None:
     address = (folder / "report" / "index.html").as_uri()
-    for width in (400, 1200):
-        browser.requests.clear()
-        browser.open(address, width, 900)
-        text = browser.evaluate("document.body.innerText")
-        assert all(figure in text for figure in (*FIGURES, HOSTILE))
-        assert browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)") == [True] * 6
-        assert browser.evaluate("document.scripts.length") == 0
-        assert browser.evaluate("document.documentElement.scrollWidth") == width, "no horizontal overflow"
-        assert {request for request in browser.requests if not request.startswith("data:")} == {address}
+    program = find_program() or pytest.skip(NO_BROWSER)
+    with closing(Browser(program, tmp_path / "profile")) as browser:
+        for width in (400, 1200):
+            browser.requests.clear()
+            browser.open(address, width, 900)
+            text = browser.evaluate("document.body.innerText")
+            assert all(figure in text for figure in (*FIGURES, HOSTILE))
+            assert browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)") == [True] * 6
+            assert browser.evaluate("document.scripts.length") == 0
+            assert browser.evaluate("document.documentElement.scrollWidth") == width, "no overflow"
+            assert {name for name in browser.requests if not name.startswith("data:")} == {address}
