@@ -16,8 +16,9 @@ from pipeline.planning import make_plan
 from pipeline.world import World
 
 IMAGENET, CIFAR10 = DataSize(1_281_167, 50_000, 1000), DataSize(50_000, 10_000, 10)
+DIGITS = DataSize(1437, 360, 10)
 RUNS = {
-    "digits": (2, DataSize(1437, 360, 10), None),
+    "digits": (2, DIGITS, None),
     "cifar10": (4, CIFAR10, None),
     "cifar10-fast": (4, CIFAR10, 11.5 / 2 / (1 + 1 / 0.15)),
     "cifar10-96": (4, CIFAR10, 9 / (1 + 1 / 0.15)),
@@ -28,7 +29,7 @@ RUNS = {
     "vit-s16": (8, IMAGENET, 1e-3),
     "vit-l16": (16, IMAGENET, 0.5),
     "finetune": (1, DataSize(10_000, 1_000, 20), 1.25e-5),
-    "finetune-cpu": (2, DataSize(1437, 360, 10), None),
+    "finetune-cpu": (2, DIGITS, None),
 }
 """Each recipe -> number of processes, data, and the source's peak LR for the global batch."""
 
@@ -88,14 +89,9 @@ def test_the_networks_for_small_images_keep_their_resolution() -> None:
     images, shapes = torch.randn(2, 3, 32, 32), []
     model = zoo.resnet18_cifar(num_classes=10)
     model.layer1.register_forward_hook(lambda _module, _inputs, result: shapes.append(result.shape))
-    assert model(images).shape == (2, 10)
+    counts = {11_173_962: model, 1_971_352: zoo.airbench94(), 4_604_440: zoo.airbench95(),
+              12_717_464: zoo.airbench96()}  # fmt: skip
+    for parameters, network in counts.items():  # the first is that of pytorch-cifar's ResNet18
+        assert network(images).shape == (2, 10)
+        assert count(network) == parameters
     assert shapes == [(2, 64, 32, 32)]
-    assert count(model) == 11_173_962  # pytorch-cifar's ResNet18
-    for network, parameters in (
-        (zoo.airbench94, 1_971_352),
-        (zoo.airbench95, 4_604_440),
-        (zoo.airbench96, 12_717_464),
-    ):
-        model = network()
-        assert model(images).shape == (2, 10)
-        assert count(model) == parameters

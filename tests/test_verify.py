@@ -3,7 +3,8 @@
 import json
 import shutil
 import signal
-from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.folder import RunFolder
 
-Change = Callable[[dict[str, Any]], object]
-"""Edits the contents of a receipt."""
 OTHER = "sha256:" + "0" * 64
+REMOVED = object()
+ROW, START = "evaluations.1", "starts.0"
 
 
 def job(folder: Path, digits: Path, *more: str) -> Job:
@@ -55,28 +56,17 @@ def copy(uninterrupted: Job, tmp_path: Path) -> Path:
     return folder
 
 
-def change_receipt(run: Path, *changes: Change) -> None:
-    """Write the unchanged receipt with the changes."""
+def change_receipt(run: Path, changes: dict[str, Any]) -> None:
+    """Write the unchanged receipt with other values, by path, such as starts.0.world."""
     contents = json.loads((run / "unchanged.json").read_text())
-    for change in changes:
-        change(contents)
+    for path, value in changes.items():
+        *parents, name = [int(word) if word.isdigit() else word for word in path.split(".")]
+        place = reduce(getitem, parents, contents)
+        if value is REMOVED:
+            del place[name]
+        else:
+            place[name] = value
     (run / "receipt.json").write_text(json.dumps(contents))
-
-
-def in_row(**changes: Any) -> Change:
-    return lambda contents: contents["evaluations"][1].update(changes)
-
-
-def in_start(**changes: Any) -> Change:
-    return lambda contents: contents["starts"][0].update(changes)
-
-
-def in_config(section: str, **changes: Any) -> Change:
-    return lambda contents: contents["config"][section].update(changes)
-
-
-def at_top(**changes: Any) -> Change:
-    return lambda contents: contents.update(changes)
 
 
 def test_the_receipt_of_a_killed_run_has_the_rows_of_an_uninterrupted_run(
@@ -147,7 +137,7 @@ def test_a_repeated_run_or_part_is_identical_and_left_unchanged(uninterrupted: J
 
 
 def test_another_seed_differs_from_the_first_step_and_tensor_on(copy: Path) -> None:
-    change_receipt(copy, in_config("run", seed=1))
+    change_receipt(copy, {"config.run.seed": 1})
     result = quick("verify", str(copy), "--steps", "8")
     assert result.code == 1
     assert result.out.startswith("differs: at step 4 weights is sha256:")
@@ -155,33 +145,33 @@ def test_another_seed_differs_from_the_first_step_and_tensor_on(copy: Path) -> N
     assert "no change of software, threads or device is known" in result.out
 
 
-CHANGES: list[tuple[Change, str]] = [
-    (in_row(weights=OTHER), f"at step 8 weights is {OTHER} in the receipt and sha256:"),
-    (in_row(tensors="0" * 8), "at step 8 tensors is 0"),
-    (in_row(train_loss=0.5), "at step 8 train_loss is 0.5 in the receipt and "),
-    (in_row(map=0.9), "at step 8 map is 0.9 in the receipt and missing now"),
-    (lambda contents: contents["evaluations"][1].pop("nll"), "at step 8 nll is missing in"),
-    (lambda contents: contents["plan"].pop("peak_lr"), "the plan's peak_lr is missing in the receipt"),
-    (lambda contents: contents["starts"][0].pop("threads"), "in the start at step 0 threads is missing"),
-    (in_row(step=7), "at step 7 the receipt has an evaluation, and the repetition makes none"),
-    (lambda contents: contents["evaluations"].pop(1), "at step 8 the repetition makes an evaluation, and"),
-    (in_start(world=2), "in the start at step 0 world is 2 in the receipt and 1 now"),
-    (in_start(device_type="tpu"), "in the start at step 0 device_type is tpu in the receipt"),
-    (at_top(done=None), "the result line done is None in the"),
-]
+CHANGES: dict[str, tuple[Any, str]] = {
+    f"{ROW}.weights": (OTHER, f"at step 8 weights is {OTHER} in the receipt and sha256:"),
+    f"{ROW}.tensors": ("0" * 8, "at step 8 tensors is 0"),
+    f"{ROW}.train_loss": (0.5, "at step 8 train_loss is 0.5 in the receipt and "),
+    f"{ROW}.map": (0.9, "at step 8 map is 0.9 in the receipt and missing now"),
+    f"{ROW}.nll": (REMOVED, "at step 8 nll is missing in"),
+    f"{ROW}.step": (7, "at step 7 the receipt has an evaluation, and the repetition makes none"),
+    ROW: (REMOVED, "at step 8 the repetition makes an evaluation, and the receipt has none"),
+    "plan.peak_lr": (REMOVED, "the plan's peak_lr is missing in the receipt"),
+    f"{START}.threads": (REMOVED, "in the start at step 0 threads is missing"),
+    f"{START}.world": (2, "in the start at step 0 world is 2 in the receipt and 1 now"),
+    f"{START}.device_type": ("tpu", "in the start at step 0 device_type is tpu in the receipt"),
+    "done": (None, "the result line done is None in the"),
+}
 
 
 def test_a_changed_receipt_differs(copy: Path, uninterrupted: Job) -> None:
     """In place of each repetition stands the same run."""
     shutil.rmtree(copy / "checkpoints")
-    plan = receipt(copy)["plan"]
+    changes = [(path, value, says) for path, (value, says) in CHANGES.items()]
     of_this_machine = {"local_world", "workers_per_node", "workers", "is_portable"}
-    changes = [*CHANGES]
-    for name in {name for name, value in plan.items() if isinstance(value, int | float)} - of_this_machine:
-        change = at_top(plan=plan | {name: plan[name] + 1})
-        changes.append((change, f"the plan's {name} is {plan[name] + 1} in the receipt and "))
-    for change, says in changes:
-        change_receipt(copy, change)
+    for name, value in receipt(copy)["plan"].items():
+        if isinstance(value, int | float) and name not in of_this_machine:
+            says = f"the plan's {name} is {value + 1} in the receipt and "
+            changes.append((f"plan.{name}", value + 1, says))
+    for path, value, says in changes:
+        change_receipt(copy, {path: value})
         assert compared(copy, uninterrupted).startswith(f"differs: {says}")
 
 
@@ -200,14 +190,16 @@ def test_the_first_tensor_that_differs_is_named(copy: Path, uninterrupted: Job, 
 
     shutil.rmtree(copy / "checkpoints")
     digest, checksums = digest_and_checksums(contents["model"])
-    new = {"weights": f"sha256:{digest}", "tensors": checksums}
-    change_receipt(copy, lambda contents: contents["evaluations"][2].update(new))
+    changes = {"evaluations.2.weights": f"sha256:{digest}", "evaluations.2.tensors": checksums}
+    change_receipt(copy, changes)
     assert tensor.format("") in compared(copy, uninterrupted)
-    old = [lambda contents: [row.pop("tensors") for row in contents["evaluations"]], in_row(weights=OTHER)]
-    change_receipt(copy, *old, in_start(torch="1.0", commit="another"))
+    old = {f"evaluations.{row}.tensors": REMOVED for row in range(3)}
+    change_receipt(
+        copy, {**old, f"{ROW}.weights": OTHER, f"{START}.torch": "1.0", f"{START}.commit": "other"}
+    )
     found = compared(copy, uninterrupted)
     assert found.startswith("differs: at step 8 weights is "), "a receipt of version 0.2"
-    assert f" and another there, torch is {torch.__version__} here and 1.0 there" in found
+    assert f" and other there, torch is {torch.__version__} here and 1.0 there" in found
 
 
 def test_a_part_is_repeated_from_a_checkpoint_of_the_receipt(copy: Path, uninterrupted: Job) -> None:
@@ -217,16 +209,16 @@ def test_a_part_is_repeated_from_a_checkpoint_of_the_receipt(copy: Path, uninter
     assert "has no checkpoint of step 5, only 4, 8, 12" in refused(lambda: verify(copy, 12, 5))
     nothing = "after step 4 up to step 7: nothing can be compared: the next one is of step 8"
     assert nothing in refused(lambda: verify(copy, 7, 4))
-    weights = [row["weights"] for row in receipt(copy)["evaluations"]]
-    change_receipt(copy, lambda contents: contents["evaluations"][0].update(weights=weights[1]))
+    contents = receipt(copy)
+    weights = [row["weights"] for row in contents["evaluations"]]
+    change_receipt(copy, {"evaluations.0.weights": weights[1]})
     other = f"does not belong to the receipt: its weights are {weights[0]}, not {weights[1]}"
     assert other in refused(lambda: verify(copy, 12, 4))
 
-    def restart(contents: dict[str, Any]) -> None:
-        for rows in (contents["starts"], contents["evaluations"]):
-            rows.append(rows[0] | {"step": 6})
-
-    change_receipt(copy, restart)
+    restarted = {
+        name: [*contents[name], contents[name][0] | {"step": 6}] for name in ("starts", "evaluations")
+    }
+    change_receipt(copy, restarted)
     result = compared(copy, uninterrupted)
     assert result.startswith("identical but for step 6, which a restart may have added: 3 evaluations and ")
 
@@ -237,33 +229,33 @@ def test_a_run_is_compared_with_published_receipts(
     published, page = tmp_path / "receipts", tmp_path / "PAGE.md"
     for name in ("digits", "other", "broken"):
         shutil.copytree(copy, published / name)
-    change_receipt(published / "other", in_config("train", epochs=3))
+    change_receipt(published / "other", {"config.train.epochs": 3})
     (published / "broken/receipt.json").write_text("{")
     digits, weights = published / "digits", receipt(copy)["evaluations"][-1]["weights"]
 
-    def answer(*changes: Change, code: int = 0, page: Path | None = None) -> str:
-        change_receipt(copy, *changes)
+    def answer(changes: dict[str, Any], code: int = 0, page: Path | None = None) -> str:
+        change_receipt(copy, changes)
         assert against(copy, published, page) == code
         output = capsys.readouterr()
         assert output.err.startswith(f"skipped: {published / 'broken'} has no readable receipt")
         return output.out
 
     equal = f"these are the weights that {digits} names: {weights}\n"
-    assert answer() == equal
-    assert answer(in_config("run", deterministic=False)) == equal, "run.portable implies it"
+    assert answer({}) == equal
+    assert answer({"config.run.deterministic": False}) == equal, "run.portable implies it"
     page.write_text(f"`{weights[:23]}…`")
-    assert answer(page=page) == f"these are the weights that {page} names: {weights}\n"
-    shorter = answer(lambda contents: contents["evaluations"].pop())
+    assert answer({}, page=page) == f"these are the weights that {page} names: {weights}\n"
+    shorter = answer({"evaluations.2": REMOVED})
     assert shorter.startswith(f"these are the weights that {digits} names for step 8: sha256:")
-    unexplained = answer(in_row(weights=OTHER), in_start(commit="another"), code=1)
-    assert unexplained.endswith("; no known change explains it\n")
-    elsewhere = in_start(world=2, torch="1.0", device="another", portable="no avx2")
-    found = answer(in_row(weights=OTHER), elsewhere)
+    other = {f"{ROW}.weights": OTHER, f"{START}.commit": "another"}
+    assert answer(other, code=1).endswith("; no known change explains it\n")
+    elsewhere = {"world": 2, "torch": "1.0", "device": "another", "portable": "no avx2"}
+    found = answer(other | {f"{START}.{name}": value for name, value in elsewhere.items()})
     assert found.startswith(f"differs: at step 8 weights is {OTHER}, and sha256:")
     causes = ("torch is 1.0", "world is 2", "portable is no avx2 here and yes there", "device is another")
     places = [found.index(text) for text in causes]
     assert places == sorted(places)
-    assert f"has this configuration (unlike {digits} in run.seed)" in answer(in_config("run", seed=7))
+    assert f"has this configuration (unlike {digits} in run.seed)" in answer({"config.run.seed": 7})
     for folder in (copy / "checkpoints", copy):
         assert "no receipt in" in refused(lambda folder=folder: against(copy, folder))  # type: ignore[misc]
     assert against(copy, Path(__file__).parent.parent / "docs/receipts") == 0
@@ -279,10 +271,10 @@ def test_a_repetition_restores_nothing_and_must_train_each_step(
     def repeat(config: Config, *_: Any) -> None:
         made.append(config)
         shutil.copytree(copy, config.run_dir)
-        change_receipt(config.run_dir, in_start(step=12))
+        change_receipt(config.run_dir, {f"{START}.step": 12})
 
     monkeypatch.setattr("pipeline.addons.ops.verify._repeat", repeat)
-    change_receipt(copy, in_config("checkpoint", mirror="s3://bucket/finished"))
+    change_receipt(copy, {"config.checkpoint.mirror": "s3://bucket/finished"})
     restored = "the repetition started at step 12 and not at step 0"
     assert restored in refused(lambda: verify(copy, None))
     assert made[0].checkpoint.mirror is None
@@ -294,7 +286,7 @@ def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credenti
     monkeypatch.setenv("PIPELINE_TRUSTED_MODEL", "")
 
     def config(section: str, **values: Any) -> Config:
-        change_receipt(copy, in_config(section, **values))
+        change_receipt(copy, {f"config.{section}.{name}": value for name, value in values.items()})
         return _repetition_config(Run.read(copy), tmp_path / "new")
 
     pack = {"source": "pack", "root": "s3://bucket/pack", "cache": "/some/where"}
@@ -306,20 +298,20 @@ def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credenti
     assert config("data", **pack).data.cache is None
 
 
-MALFORMED: list[Change] = [
-    in_start(world="2"), in_start(world=4097), in_start(step=True), in_row(step=4.0),
-    in_row(weights="sha256:\x1b[2J"), in_row(tensors=None), at_top(done=["done"]), at_top(starts=[]),
-    at_top(format=2), lambda contents: contents["plan"].update(steps_per_epoch="14"),
+MALFORMED = [
+    (f"{START}.world", "2"), (f"{START}.world", 4097), (f"{START}.step", True), (f"{ROW}.step", 4.0),
+    (f"{ROW}.weights", "sha256:\x1b[2J"), (f"{ROW}.tensors", None), ("done", ["done"]), ("starts", []),
+    ("format", 2), ("plan.steps_per_epoch", "14"),
 ]  # fmt: skip
 
 
 def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
     copy: Path, uninterrupted: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for change in MALFORMED:
-        change_receipt(copy, change)
+    for path, value in MALFORMED:
+        change_receipt(copy, {path: value})
         assert "has no readable receipt" in refused(lambda: Run.read(copy))
-    change_receipt(copy, in_row(map="\x1b" * 10_000))
+    change_receipt(copy, {f"{ROW}.map": "\x1b" * 10_000})
     result = printable_line(compared(copy, uninterrupted))
     assert result.startswith("differs: at step 8 map is \\x1b")
     assert len(result) < 2_000
@@ -332,17 +324,17 @@ def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
 
 
 def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path) -> None:
-    second = {**receipt(copy)["starts"][0], "step": 4, "world": 2}
-    refusals: list[tuple[str, Change]] = [
-        ("is not deterministic", in_config("run", deterministic=False, portable=False)),
-        ("world changed from 1 to 2 at step 4", lambda contents: contents["starts"].append(second)),
-        ("from another run's checkpoint", in_start(step=3)),
-        ("nothing can be compared", at_top(evaluations=[])),
-        ("the data is another", at_top(data="0" * 64)),
+    (first,) = receipt(copy)["starts"]
+    refusals: list[tuple[str, dict[str, Any]]] = [
+        ("is not deterministic", {"config.run.deterministic": False, "config.run.portable": False}),
+        ("world changed from 1 to 2 at step 4", {"starts": [first, first | {"step": 4, "world": 2}]}),
+        ("from another run's checkpoint", {f"{START}.step": 3}),
+        ("nothing can be compared", {"evaluations": []}),
+        ("the data is another", {"data": "0" * 64}),
     ]
     if not machine.has_gpu():
-        refusals.append(("no GPU is visible", in_start(device_type="cuda")))
+        refusals.append(("no GPU is visible", {f"{START}.device_type": "cuda"}))
     shutil.rmtree(copy / "checkpoints")
-    for says, change in refusals:
-        change_receipt(copy, change)
+    for says, changes in refusals:
+        change_receipt(copy, changes)
         assert says in refused(lambda: verify(copy, None))

@@ -25,6 +25,8 @@ PHOTOS = f"data.source=folder data.root=photos {SMALL}"
 RECIPES = {
     "empty": "", "dotted": "data: {source: digits}\ntrain.epochs: 3\n",
     "odd": "data: {source: digits}\nbatch: {global: 7}\n",
+    "init": "data: {source: digits}\nmodel: {arch: resnet18, init: DEFAULT}\n",
+    "several": "data: {source: table, table: several.csv, root: photos}\n",
 }  # fmt: skip
 
 FOLDERS = {
@@ -57,11 +59,29 @@ train digits model.teacher=runs/done | where the data has '0'
 train digits train.watch=val/map | train.watch=val/map
 train digits train.class_weights=notes.txt | notes.txt
 train digits train.class_weights=few.json | '9'
+train digits train.class_weights=negative.json | '-1'
+train digits train.class_weights=unknown.json | 'ten'
+train digits 'train.class_weights={0: 1}' | '1' has no weight
+train digits train.patience=0 | train.patience=0
+train digits train.distill=[2,1] | train.distill=2
+train digits optimizer.layer_decay=1.5 | optimizer.layer_decay=1.5
+train digits optimizer.head_lr=1 parallel=stages | head_lr
+train digits model.freeze_until=1_epoch | model.freeze
+train digits model.init=timm | model.init=timm
+train digits model.arch=airbench94 model.init=torchvision | airbench94
+train digits model.teacher=x train.loss=bce | train.loss=ce
 train digits model.init=models:/x | runs/mlflow.db
 train digits model.init=models:/nowhere@best | models:/nowhere@best
 train digits run.dir=s3://bucket/x | run.dir=s3://bucket/x
 train digits data.source=synthetic data.num_images=8 | data.num_images=8
 train digits model.freeze=backbone | model.init
+train init.yaml model.freeze=layer5 | did you mean layer
+train init.yaml model.freeze=, | no module ''
+train init.yaml model.freeze=conv1,bn1,layer1,layer2,layer3,layer4,fc | leaves nothing to train
+train init.yaml model.init=IMAGENET1K_V9 | IMAGENET1K_V1
+train several.yaml data.balance=sqrt | data.balance
+train several.yaml model.teacher=timm/resnet18 | model.teacher
+evaluate runs/done data.source=table data.table=several.csv data.root=photos | several labels
 train digits track.uri=htp://foo | track.uri=htp://foo
 train digits track.uri=sqlite:///a?b/ml.db | track.uri=sqlite:///a?b/ml.db
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
@@ -96,6 +116,8 @@ evaluate models:/digits@best --best | --best
 evaluate runs/done/checkpoints/none.pt --best | --best
 export photos --best --to onnx | photos
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
+predict models:/digits@best photos | MLFLOW_TRACKING_URI
+predict runs/done texts | no image in
 predict runs/done photos nosuch.jpg | nosuch.jpg
 predict runs/done photos --sheet out.png | --sheet
 predict runs/done photos --out=out.csv | --csv
@@ -106,6 +128,7 @@ verify photos | photos
 sync nosuch | nosuch
 bench train --only plain | benchmarks/NAME.py
 doctor digits --gang | nccl-tests
+doctor digits model.arch=timm/dm_nfnet_f0 parallel=fsdp --world 2 | stages.0.0.skipinit_gain
 runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
 trian digits | 'trian'
@@ -169,6 +192,7 @@ k8s render --out LONG
 # Exit code 4: the folder exists, and what it must hold is missing.
 MISSING = """
 evaluate photos | photos
+predict empty-run photos | holds no checkpoint
 export empty-run --to torch.export | empty-run
 """
 
@@ -190,7 +214,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
         for name, text in RECIPES.items():
             Path(f"{name}.yaml").write_text(text)
         Path("notes.txt").write_text("not an image")
-        Path("few.json").write_text(json.dumps({str(digit): 1 for digit in range(9)}))
+        few = {str(digit): 1 for digit in range(9)}
+        for name, more in (("few", {}), ("negative", {"9": -1}), ("unknown", {"9": 1, "ten": 1})):
+            Path(f"{name}.json").write_text(json.dumps(few | more))
         Path("photo.jpg").write_bytes(b"\xff\xd8\xff\xe0")
         for name, files in FOLDERS.items():
             Path(name).mkdir()
@@ -200,6 +226,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
         Path("data").mkdir()
         Path("data/digits").symlink_to(digits)
         make_synthetic(Path("photos"), 16, 4, 32)
+        rows = [
+            f"{path.relative_to('photos')},{path.parent.name};any" for path in Path("photos").rglob("*.*")
+        ]
+        Path("several.csv").write_text("\n".join(["path,label", *rows]))
         assert main(["data", "pack", "photos", "packed", "--level", "raw=64"]) == 0
         save_run(Path("runs/done"))
     return root
