@@ -20,14 +20,11 @@ from PIL import Image
 
 from pipeline.addons.mlflow.model import export_model
 from pipeline.addons.models.picture import PictureModel
-from pipeline.cli.main import main
 from pipeline.config.load import from_yaml
 from pipeline.config.sections import Model
 from pipeline.data.augment import center_crop
 from pipeline.record.checkpoint_contents import decode
 from pipeline.record.checkpoint_files import read_verified
-
-FORMATS = (("torch.export",), ("onnx",), ("safetensors",), ("torch.export", "--pixels"), ("onnx", "--pixels"))
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +40,18 @@ def contents(run: Path) -> dict[str, Any]:
     return decode(read_verified(path), path)
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=" ".join)
-def test_an_exported_model_makes_the_same_predictions(
-    run: Path, tmp_path: Path, form: tuple[str, ...]
-) -> None:
-    result = quick("export", str(run), "--to", *form, "--out", str(tmp_path / "model"))
-    assert result.code == 0, result.err
-    found = re.fullmatch(
-        r"(\S+): .* step 1; on 8 validation images and 4 of noise, .* more than (\S+)\n", result.out
-    )
-    assert found, result.out
-    assert float(found[2]) <= 1e-4
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the model in each format."""
+    folder = tmp_path_factory.mktemp("exported")
+    for form in ("torch.export", "onnx", "safetensors", "torch.export --pixels", "onnx --pixels"):
+        result = quick("export", str(run), "--to", *form.split(), "--out", str(folder / form))
+        assert result.code == 0, result.err
+        said = r".*: .* step 1; on 8 validation images and 4 of noise, .* more than (\S+)\n"
+        found = re.fullmatch(said, result.out)
+        assert found, result.out
+        assert float(found[1]) <= 1e-4
+    return folder
 
 
 class _Pixels(torch.nn.Module):
@@ -107,61 +104,70 @@ def make_photos(folder: Path, count: int) -> None:
         photo.save(target, quality=draw.choice([40, 90]), progressive=draw.random() < 0.2, exif=exif)
 
 
-def test_the_lines_of_the_page_classify_a_folder_as_predict_does(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def top_classes(run: Path, images: Path) -> dict[str, dict[str, float]]:
+    """Return the five most probable classes of each image by `predict`."""
+    result = quick("predict", str(run), str(images), "--json")
+    assert result.code == 0, result.err
+    return {
+        row["image"]: {top["class"]: top["probability"] for top in row["top"]}
+        for row in json.loads(result.out)["predictions"]
+    }
+
+
+def test_the_lines_of_the_page_classify_as_predict_does(run: Path, exported: Path, tmp_path: Path) -> None:
     make_photos(tmp_path / "photos", 300)
-    assert main(["export", str(run), "--to", "onnx", "--out", str(tmp_path / "model.onnx")]) == 0
-    capsys.readouterr()
-    found = {}
-    for line in answer_of("your-data.md", "classify.py", "model.onnx", "photos", cwd=tmp_path).splitlines():
-        path, name, share = line.split("\t")
-        found[str(tmp_path / path)] = (name, float(share))
-    assert main(["predict", str(run), str(tmp_path / "photos"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["predictions"]
-    assert len(rows) == len(found) == 300
-    for row in rows:
-        name, share = found[row["image"]]
-        assert name == row["top"][0]["class"], row
-        assert share == pytest.approx(row["top"][0]["probability"], abs=5e-3)
+    lines = answer_of("your-data.md", "classify.py", str(exported / "onnx"), "photos", cwd=tmp_path)
+    expected = top_classes(run, tmp_path / "photos")
+    found = {path: (name, share) for path, name, share in (line.split("\t") for line in lines.splitlines())}
+    assert len(expected) == len(found) == 300
+    for path, (name, share) in found.items():
+        (best, probability), *_ = expected[str(tmp_path / path)].items()
+        assert (name, float(share)) == (best, pytest.approx(probability, abs=5e-3)), path
 
 
-def test_a_file_says_which_model_it_holds(run: Path, tmp_path: Path, contents: dict[str, Any]) -> None:
+def test_the_request_of_the_page_works_on_the_logged_model(
+    run: Path, tmp_path: Path, contents: dict[str, Any]
+) -> None:
+    export_model(contents, from_yaml(contents["config"], "test"), tmp_path / "model")
+    make_photos(tmp_path / "photos", 9)
+    photo = tmp_path / "photos/2/005.jpg"
+    request = answer_of("mlflow.md", "request.py", str(photo), cwd=tmp_path)
+    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    (shares,) = served.predict(np.array(json.loads(request)["inputs"], np.uint8))
+    for name, probability in top_classes(run, photo)[str(photo)].items():
+        assert shares[contents["classes"].index(name)] == pytest.approx(probability, abs=5e-3)
+
+
+def test_a_file_says_which_model_it_holds(run: Path, exported: Path, contents: dict[str, Any]) -> None:
     weights = json.loads((run / "receipt.json").read_text())["done"].rpartition("weights=")[2]
     expected = {
         "classes": json.dumps(list("0123456789")), "data": contents["data"], "side": "32", "step": "1",
         "thresholds": "null", "weights": weights,
     }  # fmt: skip
-    for form, name in (("torch.export", "a.pt2"), ("onnx", "a.onnx")):
-        assert quick("export", str(run), "--to", form, "--out", str(tmp_path / name)).code == 0
-    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(exported / "onnx")
     found = session.get_modelmeta().custom_metadata_map
     assert expected.items() <= found.items()
     (given,), (answer,) = session.get_inputs(), session.get_outputs()
     assert (given.name, given.type, given.shape) == ("picture", "tensor(uint8)", ["height", "width", 3])
     assert (answer.name, answer.shape) == ("probabilities", [10])
     extra = {"metadata.json": ""}
-    program = torch.export.load(io.BytesIO((tmp_path / "a.pt2").read_bytes()), extra_files=extra).module()
+    program = torch.export.load(
+        io.BytesIO((exported / "torch.export").read_bytes()), extra_files=extra
+    ).module()
     assert json.loads(extra["metadata.json"]) == found
     picture = torch.randint(256, (3, 70, 50), dtype=torch.uint8)
     ours = session.run(None, {"picture": picture.permute(1, 2, 0).numpy()})[0]
     assert program(picture.permute(1, 2, 0)).tolist() == pytest.approx(ours.tolist(), abs=1e-5)
 
 
-def test_a_missing_library_is_named(run: Path, tmp_path: Path) -> None:
-    words = ("export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"))
+def test_a_model_that_cannot_be_exported_leaves_no_file(tmp_path: Path, contents: dict[str, Any]) -> None:
+    contents["average"]["fc.bias"].fill_(math.nan)
+    save_checkpoint(tmp_path / "broken", contents, 1)
+    words = ("export", str(tmp_path / "broken"), "--to", "onnx")
     result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None")
     assert result.code == 2
     assert result.error.endswith("pip install onnxscript")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_whose_logits_are_not_finite_is_not_exported(
-    tmp_path: Path, contents: dict[str, Any]
-) -> None:
-    contents["average"]["fc.bias"].fill_(math.nan)
-    save_checkpoint(tmp_path / "broken", contents, 1)
-    result = quick("export", str(tmp_path / "broken"), "--to", "torch.export")
+    result = quick(*words)
     assert result.code == 3, result.err
     assert "are not finite on 8 validation images" in result.error
     assert not (tmp_path / "broken/export").exists()
@@ -170,7 +176,6 @@ def test_a_model_whose_logits_are_not_finite_is_not_exported(
 def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
     tmp_path: Path, contents: dict[str, Any]
 ) -> None:
-    """A store that the command names is needed: then its outage ends the command."""
     env = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "AWS_ACCESS_KEY_ID": "x",
            "AWS_SECRET_ACCESS_KEY": "x"}  # fmt: skip
     data = ("data.source=pack", "data.root=s3://bucket/pack")
@@ -178,21 +183,5 @@ def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
     save_checkpoint(tmp_path / "stored", contents, 1)
     words = ["export", str(tmp_path / "stored"), "--to", "safetensors"]
     assert "on 4 images of noise" in quick(*words, **env).out
-    refused = quick(*words, *data, **env)
-    assert (refused.code, "the store is out of reach" in refused.error) == (75, True)
-
-
-def test_the_request_of_the_page_works_as_printed_on_the_logged_model(
-    run: Path, tmp_path: Path, contents: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    export_model(contents, from_yaml(contents["config"], "test"), tmp_path / "model")
-    make_photos(tmp_path / "photos", 9)
-    photo = str(tmp_path / "photos/2/005.jpg")
-    request = answer_of("mlflow.md", "request.py", photo, cwd=tmp_path)
-    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
-    (found,) = served.predict(np.array(json.loads(request)["inputs"], np.uint8))
-    assert main(["predict", str(run), photo, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["predictions"]
-    for top in row["top"]:
-        share = found[contents["classes"].index(top["class"])]
-        assert share == pytest.approx(top["probability"], abs=5e-3)
+    named = quick(*words, *data, **env)  # a store that the command names is needed
+    assert (named.code, "the store is out of reach" in named.error) == (75, True)
