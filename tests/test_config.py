@@ -19,15 +19,20 @@ from pipeline.errors import RequestError
 DIGITS = (RECIPES / "digits.yaml").read_text()
 
 
+Write = Callable[[str | bytes], str]
+
+
 def refused(recipe: str, *overrides: str) -> str:
     """Return the one line that refuses this configuration."""
     return harness.refused(lambda: load(recipe, list(overrides)))
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[[str | bytes], str]:
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes a recipe, and returns its path."""
+    path = tmp_path / "mine.yaml"
+
     def write(text: str | bytes) -> str:
-        path = tmp_path / "mine.yaml"
         path.write_bytes(text.encode(errors="surrogatepass") if isinstance(text, str) else text)
         return str(path)
 
@@ -46,10 +51,8 @@ def test_a_configuration_round_trips_through_yaml() -> None:
         assert from_yaml(config.to_yaml(), "config.yaml").to_yaml() == config.to_yaml()
 
 
-def test_a_recipe_can_be_a_path_and_its_values_have_the_types_of_their_keys(
-    recipe: Callable[[str], str],
-) -> None:
-    config = load(recipe(DIGITS), [])
+def test_a_recipe_can_be_a_path_and_its_values_have_the_types_of_their_keys(write: Write) -> None:
+    config = load(write(DIGITS), [])
     assert (config.recipe, config.run.dir, config.run_dir) == ("mine", "runs/mine", Path("runs/mine"))
     text = """run:
 data: {source: digits}
@@ -57,7 +60,7 @@ optimizer: {lr: 1e-4, nesterov: yes}
 model: {arch: 2024-01-01}
 track: {experiment: no}
 train: {epochs: 010}"""
-    config = load(recipe(text), ["run.seed=3"])
+    config = load(write(text), ["run.seed=3"])
     assert (config.optimizer.lr, config.optimizer.nesterov, config.run.seed) == (1e-4, True, 3)
     assert (config.model.arch, config.track.experiment, config.train.epochs) == ("2024-01-01", "no", 10)
 
@@ -74,22 +77,22 @@ def test_a_duration_is_read_in_every_unit_and_round_trips() -> None:
             Duration.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [("train.epoch=3", "train.epochs"), ("lr=3", "optimizer.lr"), ("batch.global_=96", "batch.global"),
-     ("qqq=1", "recipe, parallel, run"), ("train.epochs=ten", "1 to 1000000"), ("data.workers=1.5", "auto"),
-     ("optimizer.lr=nan", "> 0 and ≤ 1000000"), ("run.trace=perhaps", "true | false"),
-     ("optimizer.name=lion", "sgd | adamw | lamb | muon"), ("run.dir=", "string"),
-     ("track.register=my model", "NAME@ALIAS"), ("evaluate.every=0", "above 0"),
-     ("run.seed=9223372036854775808", "2^63−1"), ("profile.steps=[20]", "'profile.steps=[20, 24]'"),
-     ("augment.scale=[0.1]", "2 values"), ("train.epochs.x=1", "train.epochs")],
-)  # fmt: skip
-def test_a_wrong_key_or_value_is_one_line_that_names_the_nearest_key_or_what_is_allowed(
-    given: str, named: str
-) -> None:
-    line = refused("digits", given)
-    assert line.startswith(given.partition("=")[0].removesuffix(".x"))
-    assert named in line
+WRONG = {
+    "train.epoch=3": "train.epochs", "lr=3": "optimizer.lr", "batch.global_=96": "batch.global",
+    "qqq=1": "recipe, parallel, run", "train.epochs=ten": "1 to 1000000", "data.workers=1.5": "auto",
+    "optimizer.lr=nan": "> 0 and ≤ 1000000", "run.trace=perhaps": "true | false",
+    "optimizer.name=lion": "sgd | adamw | lamb | muon", "run.dir=": "string",
+    "track.register=my model": "NAME@ALIAS", "evaluate.every=0": "above 0",
+    "run.seed=9223372036854775808": "2^63−1", "profile.steps=[20]": "'profile.steps=[20, 24]'",
+    "augment.scale=[0.1]": "2 values", "train.epochs.x=1": "train.epochs",
+}  # fmt: skip
+
+
+def test_a_wrong_key_or_value_is_one_line_that_names_the_nearest_key_or_what_is_allowed() -> None:
+    for given, named in WRONG.items():
+        line = refused("digits", given)
+        assert line.startswith(given.partition("=")[0].removesuffix(".x"))
+        assert named in line
 
 
 def test_every_key_documents_itself_and_its_values() -> None:
@@ -100,8 +103,8 @@ def test_every_key_documents_itself_and_its_values() -> None:
         assert schema["description"]
 
 
-def test_a_yaml_null_means_the_default(recipe: Callable[[str], str]) -> None:
-    path = recipe("data: {source: digits}\n")
+def test_a_yaml_null_means_the_default(write: Write) -> None:
+    path = write("data: {source: digits}\n")
     before = load(path, []).to_yaml()
     optional = [key for key, (schema, _) in all_keys().items() if {"type": "null"} in schema.get("anyOf", [])]
     assert len(optional) > 15
@@ -110,19 +113,17 @@ def test_a_yaml_null_means_the_default(recipe: Callable[[str], str]) -> None:
             assert load(path, [f"{key}={null}"]).to_yaml() == before, key
 
 
-def test_a_path_is_expanded_and_normalized(
-    recipe: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_expanded_and_normalized(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     config = load("digits", ["run.dir=~/runs//x/", "data.root=~/./t4/", "track.uri=sqlite:///~/x.db"])
     assert (config.run.dir, config.data.root) == ("/home/me/runs/x", "/home/me/t4")
     assert config.track.uri == "sqlite:////home/me/x.db"
-    assert load(recipe("data: {source: folder, root: ~/t4/}\n"), []).data.root == "/home/me/t4"
+    assert load(write("data: {source: folder, root: ~/t4/}\n"), []).data.root == "/home/me/t4"
     for address in ("models:/digits@best", "s3://bucket//a/"):
         assert load("digits", [f"model.init={address}"]).model.init == address
 
 
-def test_invalid_yaml_is_refused_in_one_line(recipe: Callable[[str | bytes], str]) -> None:
+def test_invalid_yaml_is_refused_in_one_line(write: Write) -> None:
     texts: dict[str | bytes, str] = {
         "a: [1, 2": "line 1 ", "a: b\n---\na: b": "mine.yaml", "- a\n- b": "no sections",
         "run:\n  seed: 1\n  seed: 2": "line 3 ", "batch: &a {global: 8}\ntrain: *a": "line 2 ",
@@ -132,7 +133,7 @@ def test_invalid_yaml_is_refused_in_one_line(recipe: Callable[[str | bytes], str
         "data: {source: digits}\nmodel: resnet18\n": "model.arch, model.args, ",
     }  # fmt: skip
     for text, says in texts.items():
-        assert says in refused(recipe(text))
+        assert says in refused(write(text))
 
 
 @pytest.mark.parametrize(
@@ -197,10 +198,9 @@ def test_allowed_changes_on_resume_pass_and_others_are_named() -> None:
 
 
 ODD = (
-    "[", "]", "{", "}", "{a: b}", '"', "'", "\t", "\n", ": ", "- ", "? ", "&a ", "*a",
-    "!!python/object:os.system ", "%YAML 9", "---", "...", "|", ">", "\0", "\x1b[31m", "\x85", "\u2028",
-    "\ud800", '"\\UFFFFFFFF"', "[" * 4000, "9" * 5000, "!<x> ",
-    "1e999", "nan", ".inf", "-1", "0x10", "1 parsec", "<<: ", "é", "\ufeff",
+    "[", "]", "{", "}", "{a: b}", '"', "'", "\t", "\n", ": ", "- ", "? ", "&a ", "*a", "---", "...", "|", ">",
+    "!!python/object:os.system ", "%YAML 9", "\0", "\x1b[31m", "\x85", "\u2028", "\ud800", '"\\UFFFFFFFF"',
+    "[" * 4000, "9" * 5000, "!<x> ", "1e999", "nan", ".inf", "-1", "0x10", "1 parsec", "<<: ", "é", "\ufeff",
 )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def mutate_type(rng: random.Random) -> str:
 
 @pytest.mark.fault("H1", ci=1, long=1)
 def test_two_hundred_malformed_configurations_give_two_hundred_lines(
-    recipe: Callable[[str | bytes], str], seed: int, notes: Notes
+    write: Write, seed: int, notes: Notes
 ) -> None:
     rng = random.Random(seed)
     keys, lines = list(all_keys()), []
@@ -236,7 +236,7 @@ def test_two_hundred_malformed_configurations_give_two_hundred_lines(
         ]  # fmt: skip
         for text, overrides in malformed:
             try:
-                load(recipe(text), overrides)  # for example a change in a comment
+                load(write(text), overrides)  # for example a change in a comment
             except RequestError as refusal:
                 lines.append(str(refusal))
     assert len(lines) >= 200

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import numpy as np
@@ -23,30 +22,20 @@ from pipeline.addons.models.picture import PictureModel
 from pipeline.config.load import from_yaml
 from pipeline.config.sections import Model
 from pipeline.data.augment import center_crop
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1", "train.ema=0.9"]
-    return Job(tmp_path_factory.mktemp("runs") / "run", words).finished().folder
-
-
-@pytest.fixture
-def contents(run: Path) -> dict[str, Any]:
-    """Return the contents of the run's checkpoint, which a test may change."""
-    (path,) = (run / "checkpoints").iterdir()
-    return decode(read_verified(path), path)
+    return Job(tmp_path_factory.mktemp("runs") / "run", words).finished()
 
 
 @pytest.fixture(scope="module")
-def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(run: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the model in each format."""
     folder = tmp_path_factory.mktemp("exported")
     for form in ("torch.export", "onnx", "safetensors", "torch.export --pixels", "onnx --pixels"):
-        result = quick("export", str(run), "--to", *form.split(), "--out", str(folder / form))
-        assert result.code == 0, result.err
+        result = quick("export", str(run.folder), "--to", *form.split(), "--out", str(folder / form), code=0)
         said = r".*: .* step 1; on 8 validation images and 4 of noise, .* more than (\S+)\n"
         found = re.fullmatch(said, result.out)
         assert found, result.out
@@ -104,17 +93,16 @@ def make_photos(folder: Path, count: int) -> None:
         photo.save(target, quality=draw.choice([40, 90]), progressive=draw.random() < 0.2, exif=exif)
 
 
-def top_classes(run: Path, images: Path) -> dict[str, dict[str, float]]:
+def top_classes(run: Job, images: Path) -> dict[str, dict[str, float]]:
     """Return the five most probable classes of each image by `predict`."""
-    result = quick("predict", str(run), str(images), "--json")
-    assert result.code == 0, result.err
+    result = quick("predict", str(run.folder), str(images), "--json", code=0)
     return {
         row["image"]: {top["class"]: top["probability"] for top in row["top"]}
         for row in json.loads(result.out)["predictions"]
     }
 
 
-def test_the_lines_of_the_page_classify_as_predict_does(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_the_lines_of_the_page_classify_as_predict_does(run: Job, exported: Path, tmp_path: Path) -> None:
     make_photos(tmp_path / "photos", 300)
     lines = answer_of("your-data.md", "classify.py", str(exported / "onnx"), "photos", cwd=tmp_path)
     expected = top_classes(run, tmp_path / "photos")
@@ -125,9 +113,8 @@ def test_the_lines_of_the_page_classify_as_predict_does(run: Path, exported: Pat
         assert (name, float(share)) == (best, pytest.approx(probability, abs=5e-3)), path
 
 
-def test_the_request_of_the_page_works_on_the_logged_model(
-    run: Path, tmp_path: Path, contents: dict[str, Any]
-) -> None:
+def test_the_request_of_the_page_works_on_the_logged_model(run: Job, tmp_path: Path) -> None:
+    contents = run.contents()
     export_model(contents, from_yaml(contents["config"], "test"), tmp_path / "model")
     make_photos(tmp_path / "photos", 9)
     photo = tmp_path / "photos/2/005.jpg"
@@ -138,10 +125,10 @@ def test_the_request_of_the_page_works_on_the_logged_model(
         assert shares[contents["classes"].index(name)] == pytest.approx(probability, abs=5e-3)
 
 
-def test_a_file_says_which_model_it_holds(run: Path, exported: Path, contents: dict[str, Any]) -> None:
-    weights = json.loads((run / "receipt.json").read_text())["done"].rpartition("weights=")[2]
+def test_a_file_says_which_model_it_holds(run: Job, exported: Path) -> None:
+    weights = json.loads((run.folder / "receipt.json").read_text())["done"].rpartition("weights=")[2]
     expected = {
-        "classes": json.dumps(list("0123456789")), "data": contents["data"], "side": "32", "step": "1",
+        "classes": json.dumps(list("0123456789")), "data": run.contents()["data"], "side": "32", "step": "1",
         "thresholds": "null", "weights": weights,
     }  # fmt: skip
     session = onnxruntime.InferenceSession(exported / "onnx")
@@ -160,22 +147,19 @@ def test_a_file_says_which_model_it_holds(run: Path, exported: Path, contents: d
     assert program(picture.permute(1, 2, 0)).tolist() == pytest.approx(ours.tolist(), abs=1e-5)
 
 
-def test_a_model_that_cannot_be_exported_leaves_no_file(tmp_path: Path, contents: dict[str, Any]) -> None:
+def test_a_model_that_cannot_be_exported_leaves_no_file(run: Job, tmp_path: Path) -> None:
+    contents = run.contents()
     contents["average"]["fc.bias"].fill_(math.nan)
     save_checkpoint(tmp_path / "broken", contents, 1)
     words = ("export", str(tmp_path / "broken"), "--to", "onnx")
-    result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None")
-    assert result.code == 2
+    result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None", code=2)
     assert result.error.endswith("pip install onnxscript")
-    result = quick(*words)
-    assert result.code == 3, result.err
-    assert "are not finite on 8 validation images" in result.error
+    assert "are not finite on 8 validation images" in quick(*words, code=3).error
     assert not (tmp_path / "broken/export").exists()
 
 
-def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
-    tmp_path: Path, contents: dict[str, Any]
-) -> None:
+def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(run: Job, tmp_path: Path) -> None:
+    contents = run.contents()
     env = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "AWS_ACCESS_KEY_ID": "x",
            "AWS_SECRET_ACCESS_KEY": "x"}  # fmt: skip
     data = ("data.source=pack", "data.root=s3://bucket/pack")
@@ -183,5 +167,5 @@ def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
     save_checkpoint(tmp_path / "stored", contents, 1)
     words = ["export", str(tmp_path / "stored"), "--to", "safetensors"]
     assert "on 4 images of noise" in quick(*words, **env).out
-    named = quick(*words, *data, **env)  # a store that the command names is needed
-    assert (named.code, "the store is out of reach" in named.error) == (75, True)
+    needed = quick(*words, *data, code=75, **env)  # as the command names it
+    assert "the store is out of reach" in needed.error

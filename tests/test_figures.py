@@ -39,13 +39,6 @@ def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once(
     assert [numbers.tolist() for numbers in PREDICTIONS.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
 
 
-def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> None:
-    classes = ["a/b", "a:b", "..", ".", "c.d", "plain"]
-    labels = np.arange(len(classes), dtype=np.int32)
-    recalls = Predictions(labels, labels, np.ones(len(classes))).by_class(classes)
-    assert list(recalls) == [f"recall/{name}" for name in ("a_b_0", "a_b_1", ".._2", "._3", "c.d", "plain")]
-
-
 def test_the_figures_need_only_the_run_folder_and_a_damaged_evaluation_keeps_no_other_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,3 +81,10 @@ def test_figures_say_what_their_numbers_are_with_any_name_and_number_of_classes(
     many = Predictions(labels, predicted, np.ones(100_000, np.float32))
     for draw in EVALUATION_FIGURES.values():
         assert draw(evaluation(many, [f"class {label}" for label in range(20_000)]), "step 1")
+
+
+def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> None:
+    classes = ["a/b", "a:b", "..", ".", "c.d", "plain"]
+    labels = np.arange(len(classes), dtype=np.int32)
+    recalls = Predictions(labels, labels, np.ones(len(classes))).by_class(classes)
+    assert list(recalls) == [f"recall/{name}" for name in ("a_b_0", "a_b_1", ".._2", "._3", "c.d", "plain")]

@@ -35,8 +35,6 @@ from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.normalise import Normalise
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
 
@@ -44,12 +42,10 @@ DIGITS = DataSize(1437, 360, 10)
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     """Train a small model for a few steps, for others to begin with and to learn from."""
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=6"]
-    run = Job(tmp_path_factory.mktemp("first") / "run", words)
-    assert run.run_in_forks().code == 0
-    return run.folder
+    return Job(tmp_path_factory.mktemp("first") / "run", words).finished()
 
 
 @pytest.fixture
@@ -123,19 +119,13 @@ FINE_TUNING = (
 )  # fmt: skip
 
 
-def fine_tune(folder: Path, digits: Path, first: Path, world: int) -> Job:
+def fine_tune(folder: Path, digits: Path, first: Job, world: int) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, *FINE_TUNING]
-    return Job(folder, [*words, f"model.init={first}", f"model.teacher={first}"], nproc=world)
+    return Job(folder, [*words, f"model.init={first.folder}", f"model.teacher={first.folder}"], nproc=world)
 
 
-def weights_at(run: Path, step: int) -> dict[str, torch.Tensor]:
-    path = next((run / "checkpoints").glob(f"step-{step:08}.*.pt"))
-    found: dict[str, torch.Tensor] = decode(read_verified(path), path)["model"]
-    return found
-
-
-def test_a_fine_tuning_that_ends_early_is_the_same_at_any_number_of_processes_and_when_killed(
-    tmp_path: Path, digits: Path, first: Path
+def test_a_fine_tuning_is_the_same_at_any_world_size_and_when_killed(
+    tmp_path: Path, digits: Path, first: Job
 ) -> None:
     alone = fine_tune(tmp_path / "alone", digits, first, 1)
     expected = alone.run_in_forks()
@@ -145,9 +135,9 @@ def test_a_fine_tuning_that_ends_early_is_the_same_at_any_number_of_processes_an
     losses = {at: loss for at, _, loss in alone.journal("val/loss")}
     best = min(losses, key=lambda at: losses[at])
     assert best_checkpoint(str(alone.folder)).name.startswith(f"step-{best:08}"), losses
-    before = weights_at(first, 6)
+    before = first.contents()["model"]
     for at, changed in ((6, {"fc.weight", "fc.bias"}), (9, {*before})):
-        found = weights_at(alone.folder, at)
+        found = alone.contents(at)["model"]
         assert {name for name in before if not torch.equal(before[name], found[name])} == changed
 
     for world in (2, 4):
@@ -164,22 +154,18 @@ def test_a_fine_tuning_that_ends_early_is_the_same_at_any_number_of_processes_an
     again = killed.run_in_forks()
     assert (again.out, "already finished" in again.err) == (expected.out, True)
 
-    assert decode(read_verified(killed.checkpoints()[-1]), "")["teacher"] == weights_digest(before)
+    assert killed.contents()["teacher"] == weights_digest(before)
     for word, line in {
         "train.patience=3": "train.patience: 2 -> 3",
         "model.freeze_until=9 steps": "model.freeze_until: 6 steps -> 9 steps",
     }.items():
-        refused = quick("train", *killed.arguments, word, f"run.dir={killed.folder}")
-        assert (refused.code, line in refused.error) == (2, True)
-    shutil.copytree(alone.folder / "checkpoints", first / "checkpoints", dirs_exist_ok=True)
-    refused = killed.run_in_forks()
-    assert refused.code == 2
+        assert line in quick(*killed.train_words(), word, code=2).error
+    shutil.copytree(alone.folder / "checkpoints", first.folder / "checkpoints", dirs_exist_ok=True)
+    refused = quick(*killed.train_words(), code=2)
     assert "other weights than the teacher that the run was started with" in refused.error
 
 
-def test_published_weights_come_from_the_hubs_cache_and_say_what_they_were_trained_with(
-    hub: torch.nn.Module,
-) -> None:
+def test_published_weights_say_what_they_were_trained_with(hub: torch.nn.Module) -> None:
     words = ["data.source=synthetic", "model.arch=timm/test_vit", "model.init=timm"]
     config = load("digits", words)
     assert config.model.mean == config.model.std == (0.5, 0.5, 0.5)
@@ -212,9 +198,7 @@ def test_published_weights_come_from_the_hubs_cache_and_say_what_they_were_train
         pretrained.read(options, hub)
 
 
-def test_a_teacher_sees_its_own_normalisation_and_must_have_the_classes_of_the_data(
-    hub: torch.nn.Module, first: Path
-) -> None:
+def test_a_teacher_has_its_own_normalisation_and_the_datas_classes(hub: torch.nn.Module, first: Job) -> None:
     names = ImageNetInfo().label_names()
     config = load("digits", ["model.teacher=timm/test_vit"])
     group = Group(World(), torch.device("cpu"))
@@ -227,8 +211,8 @@ def test_a_teacher_sees_its_own_normalisation_and_must_have_the_classes_of_the_d
     for given, classes, line in (
         ("timm/test_vit", names[1:], "has the class 'n01440764' where the data has 'n01443537'"),
         ("timm/test_vit", names[:-1], "has the class 'n15075141' where the data has 'missing'"),
-        (str(first), [*"0123456789"][::-1], "has the class '0' where the data has '9'"),
-        (str(first / "nowhere"), names, "nowhere does not exist"),
+        (str(first.folder), [*"0123456789"][::-1], "has the class '0' where the data has '9'"),
+        ("runs/nowhere", names, "nowhere does not exist"),
     ):
         with pytest.raises(RunError, match=line):
             teacher.Teacher(load("digits", [f"model.teacher={given}"]), tuple(classes), [160], group)
@@ -247,11 +231,8 @@ def test_each_layer_has_its_rate_by_timms_groups_or_by_the_blocks_of_torchvision
     names = {id(param): name for name, param in vit.named_parameters()}
 
     def rates(groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-        return {
-            names[id(param)]: (group["lr_scale"], group["weight_decay"])
-            for group in groups
-            for param in group["params"]
-        }
+        params = [(names[id(param)], group) for group in groups for param in group["params"]]
+        return {name: (group["lr_scale"], group["weight_decay"]) for name, group in params}
 
     options = Optimizer(layer_decay=0.5, weight_decay=0.05)
     expected = param_groups_layer_decay(vit, 0.05, vit.no_weight_decay(), layer_decay=0.5)

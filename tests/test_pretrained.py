@@ -10,8 +10,6 @@ from torchvision import models
 from pipeline.addons.models.pretrained import freeze
 from pipeline.config.sections import Model
 from pipeline.model.architectures import build
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
 
 
 def test_a_run_starts_with_the_weights_of_another_and_frozen_ones_stay_bit_identical(
@@ -19,15 +17,13 @@ def test_a_run_starts_with_the_weights_of_another_and_frozen_ones_stay_bit_ident
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0"]
     first = Job(tmp_path / "first", [*words, "train.max_steps=2"]).finished()
-    before = decode(read_verified(first.checkpoints()[-1]), first.folder)["model"]
+    before = first.contents()["model"]
     init = f"model.init={first.folder}"
     other = ["digits", *SMALL, "data.source=synthetic", "data.num_classes=7", "data.num_images=96"]
     no_training = ["train.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup=0"]
     second = Job(tmp_path / "second", [*other, "data.workers=0", *no_training, init], nproc=2)
-    result = second.run_in_forks()
-    assert result.code == 0, result.err
-    assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in result.err
-    after = decode(read_verified(second.checkpoints()[-1]), second.folder)["model"]
+    assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in second.finished().log()
+    after = second.contents()["model"]
     assert after["fc.weight"].shape[0] == 7
     matching = [name for name in before if not re.search(r"^fc\.|running|num_", name)]
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in matching)
@@ -35,7 +31,7 @@ def test_a_run_starts_with_the_weights_of_another_and_frozen_ones_stay_bit_ident
     words += [init, "model.freeze=backbone", "train.epochs=1", "evaluate.every=6 steps", "run.seed=1"]
     uninterrupted = assert_resumes(tmp_path, words, 13)
     assert "frozen: 10,250 of 352,042 weights are trained" in uninterrupted.log()
-    after = decode(read_verified(uninterrupted.checkpoints()[-1]), uninterrupted.folder)["model"]
+    after = uninterrupted.contents()["model"]
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
 
 

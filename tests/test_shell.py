@@ -8,13 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from harness import SMALL, Job, environment, quick
 
 from pipeline.addons.ops.keys import all_keys
 from pipeline.addons.run.receipt import best_checkpoint, rank
 from pipeline.cli.arguments import Parser
-from pipeline.cli.main import main, make_parser
+from pipeline.cli.main import make_parser
 from pipeline.config.load import recipe_names
 
 ROOT = Path(__file__).parent.parent
@@ -32,47 +31,36 @@ def names(parser: Parser, name: str = "") -> Iterator[str]:
 COMMANDS = list(names(make_parser()))
 
 
-def test_every_command_has_its_help_and_a_group_lists_its_commands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_command_has_its_help_and_a_group_lists_its_commands() -> None:
     for name in COMMANDS:
         inner = [command for command in COMMANDS if command and command.rpartition(" ")[0] == name]
-        if inner:  # without a command, the help is printed
-            assert main(name.split()) == 0
-        else:
-            with pytest.raises(SystemExit):
-                main([*name.split(), "--help"])
-        text = capsys.readouterr().out
+        help_ = [] if inner else ["--help"]  # of a group without a command, the help is printed
+        text = quick(*name.split(), *help_, code=0).out
         assert text.startswith(f"usage: pipeline {name}".rstrip())
         for command in inner:
             assert re.search(rf"^ +{command.split()[-1]}\b", text, re.MULTILINE)
 
 
-def test_the_help_of_train_has_every_key_below_its_section(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    blocks = capsys.readouterr().out.partition("by section:\n\n")[2].split("\n\n")
+def test_the_help_of_train_has_every_key_below_its_section() -> None:
+    blocks = quick("train", "--help").out.partition("by section:\n\n")[2].split("\n\n")
     keys = {block.partition(":")[0]: re.findall(r"^  ([\w.]+)=", block, re.MULTILINE) for block in blocks}
     assert keys.pop("top level") == ["parallel"]
     assert {key for inner in keys.values() for key in inner} == all_keys().keys() - {"recipe", "parallel"}
     assert all(key.startswith(f"{section}.") for section, inner in keys.items() for key in inner)
 
 
-def test_the_recipes_are_listed_with_their_comments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    blocks = [block.splitlines() for block in capsys.readouterr().out.split("\n\n")]
+def test_the_recipes_are_listed_with_their_comments() -> None:
+    blocks = [block.splitlines() for block in quick("recipes").out.split("\n\n")]
     assert [block[0] for block in blocks] == recipe_names()
     for block in blocks:
         names = re.findall(r"^  ([A-Z][\w ]+): ", "\n".join(block), re.MULTILINE)
         assert names == ["What", "Target", "Expected time", "Processes", "Data", "Source"]
-        command = re.search(r"Data: .*pipeline (data [^'.;]*)", " ".join(block))
-        if command:
+        if command := re.search(r"Data: .*pipeline (data [^'.;]*)", " ".join(block)):
             make_parser().parse_args(command[1].partition(" Source")[0].split())
 
 
-def test_a_plan_in_json_is_that_of_the_run(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "digits", f"data.root={digits}", "--world", "2", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_a_plan_in_json_is_that_of_the_run(digits: Path) -> None:
+    plan = json.loads(quick("plan", "digits", f"data.root={digits}", "--world", "2", "--json").out)
     assert (plan["world"], plan["process_batch"], plan["total_steps"]) == (2, 48, 168)
     assert plan["parameters"] == 11_181_642
     assert "128.0 MiB a process" in plan["memory"]
