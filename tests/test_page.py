@@ -1,4 +1,4 @@
-"""The web page of a run is one file that opens anywhere and shows what the run's folder holds."""
+"""The figures and the page of a run show what its folder holds; the page opens anywhere."""
 
 import json
 import re
@@ -7,14 +7,18 @@ import shutil
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from browser import NO_BROWSER, Browser, find_program
-from harness import SMALL, Job
+from harness import SMALL, Job, quick
+from matplotlib.text import Text
 
-from pipeline.addons.report import evaluations
+from pipeline.addons.report import evaluations, figures
+from pipeline.addons.report.figures import EVALUATION_FIGURES
 from pipeline.addons.report.page import render_page
-from pipeline.cli.main import main
+from pipeline.addons.report.predictions import Predictions
 from pipeline.record.folder import RunFolder
 
 HOSTILE = ["<script>alert(1)<script>", '"><img src="x.png">']
@@ -37,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 def folder(run: Job, tmp_path: Path) -> Path:
     """Return a copy of the run's folder with its page."""
     copy = Path(shutil.copytree(run.folder, tmp_path / "my run"))
-    assert main(["report", str(copy)]) == 0
+    quick("report", str(copy), code=0)
     return copy
 
 
@@ -106,11 +110,68 @@ def test_a_missing_or_damaged_part_is_left_out_and_named(
         assert "mistakes" not in Page(folder).sections(), "it would unpack to too many bytes"
     for name in ("plan.json", "report/curves.png", "report/classes.png"):
         (folder / name).unlink()
-    saved.write_bytes(saved.read_bytes()[:100])
-    page = Page(folder)
-    assert not {"curves", "classes", "mistakes", "commands"} & {*page.sections()}
-    named = {"summary", "curves", "frequent confusions", "accuracy of each class", "mistakes", "commands"}
-    assert named <= set(page.texts)
+    whole = saved.read_bytes()
+    for damage in (lambda: saved.write_bytes(whole[:100]), lambda: np.savez(saved, labels=np.array([{}]))):
+        damage()
+        log = quick("report", str(folder), code=0).err
+        assert log.count(f"cannot be drawn: {saved.name} is damaged") == len(EVALUATION_FIGURES)
+        page = Page(folder)
+        assert not {"classes", "mistakes", "commands"} & {*page.sections()}
+        assert {"summary", "frequent confusions", "accuracy of each class", "commands"} <= set(page.texts)
+    not_started = quick("report", str(folder / "report"), code=2)
+    assert "is not the folder of a run that has started" in not_started.error
+
+
+# seven images, one of which cannot be decoded
+PREDICTIONS = Predictions(
+    np.array([0, 1, 2, 2, 1, -1, 0], np.int32),
+    np.array([0, 2, 2, 1, 0, 1, 2], np.int32),
+    np.array([0.9, 0.4, 0.8, 0.95, 0.6, 0.99, 0.6], np.float32),
+)
+
+
+def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once() -> None:
+    # most confident first, equal ones in order; a bad image is no mistake
+    assert evaluations.most_confident_mistakes(PREDICTIONS, 3).tolist() == [3, 4, 6]
+    matrix = evaluations.confusion_matrix(PREDICTIONS, np.arange(3))
+    assert matrix.tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+    # class 0 has one false negative and one false positive
+    assert evaluations.most_confused_classes(PREDICTIONS, 3, 2).tolist() == [1, 2]
+    assert evaluations.confusion_matrix(PREDICTIONS, np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
+    assert evaluations.most_frequent_confusions(PREDICTIONS, 1) == [(0, 2, 1)]
+    assert [numbers.tolist() for numbers in PREDICTIONS.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
+
+
+def draw(predictions: Predictions, classes: list[str]) -> list[bytes]:
+    pixels = np.empty((0, 3, 8, 8), np.uint8)
+    evaluation = evaluations.SavedEvaluation(predictions, classes, np.empty(0, np.int64), pixels)
+    return [make(evaluation, "step 12") for make in EVALUATION_FIGURES.values()]
+
+
+def test_figures_say_what_their_numbers_are_with_any_name_and_number_of_classes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[Any] = []
+    make = figures._figure
+    monkeypatch.setattr(figures, "_figure", lambda *size: drawn.append(make(*size)) or drawn[-1])
+    draw(PREDICTIONS, ["$5", "日本", "i" * 200])
+    confusion, classes, reliability = [{text.get_text() for text in figure.findobj(Text)} for figure in drawn]
+    names = {"$5", "class 1", "i" * 23 + "…"}
+    assert {"true class", "predicted class", "1", *names} <= confusion
+    assert {"0/2", "1/2", *names} <= classes
+    assert any("expected calibration error 0.4750, 15 bins" in text for text in reliability)
+
+    labels, predicted = np.random.default_rng(0).integers(0, 20_000, (2, 100_000), np.int32)
+    many = Predictions(labels, predicted, np.ones(100_000, np.float32))
+    for png in draw(many, [f"class {label}" for label in range(20_000)]):
+        assert png.startswith(b"\x89PNG")
+
+
+def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> None:
+    classes = ["a/b", "a:b", "..", ".", "c.d", "plain"]
+    labels = np.arange(len(classes), dtype=np.int32)
+    recalls = Predictions(labels, labels, np.ones(len(classes))).by_class(classes)
+    assert list(recalls) == [f"recall/{name}" for name in ("a_b_0", "a_b_1", ".._2", "._3", "c.d", "plain")]
 
 
 def test_the_page_opens_in_a_browser_without_a_network(folder: Path, tmp_path: Path) -> None:
