@@ -62,9 +62,7 @@ def test_the_failure_of_the_last_start_is_reported(tmp_path: Path, digits: Path)
     run_doctor(tmp_path, digits, "train.epochs=13")  # another request
 
 
-def test_a_node_runs_only_the_checks_of_a_node(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_has_its_own_checks(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = node.environment(3, 2) | {"PET_RDZV_ENDPOINT": "localhost:29500"}
     found, _ = run_doctor(tmp_path, digits, **env)
     assert "6 processes on 3 nodes" in found["plan"]["line"]
@@ -119,9 +117,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_and_only_a_full_one_is_tried_again
         choose_device(load("digits", ["run.device=cuda"]), HERE)
 
 
-def test_what_the_machine_lacks_is_named_with_its_remedy(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_machine_lacks_is_named(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load("digits", [f"data.root={digits}", "data.workers=2"])
     with pytest.raises(errors.RequestError, match="4 processes share 2 CPUs: start fewer"):
         checks.check_cpu_per_process(HERE.resized(4))
@@ -146,9 +142,7 @@ def test_a_disk_that_is_small_or_not_shared_is_named(small_disk: Path, digits: P
         checks.check_disk_space(config, make_plan(config, HERE, open_source(config).size), folder)
 
 
-def test_images_that_cannot_be_decoded_and_the_decoder_are_named(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_images_are_named(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(load("digits", [f"data.root={digits}"]))
     assert checks.check_images_decode(source).endswith("JPEG by simplejpeg")
     monkeypatch.setattr(images, "simplejpeg", None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
-from evaluate_worlds import evaluate, evaluate_alone, evaluate_together, make_model
+from evaluate_worlds import assert_same_together, evaluate, evaluate_alone, make_model
 from harness import SMALL, Job, Result, quick, save_checkpoint
 from object_store import Bucket
 from sklearn import metrics
@@ -112,9 +112,10 @@ def test_no_benchmark_chooses_kernels_of_validation(digits: Path, monkeypatch: p
     assert (cudnn.benchmark, cudnn.deterministic) == (True, False), "training goes on to benchmark"
 
 
-def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path, digits: Path) -> None:
+def test_the_figures_are_those_of_scikit_learn_at_any_world_size(digits: Path) -> None:
     result, alone, logits = evaluate_alone(digits)
-    assert all(evaluate_together(digits, size, tmp_path) == alone for size in (2, 3, 4)), "to the bit"
+    for size in (2, 3, 4):
+        assert_same_together(digits, size, alone)
     labels, probabilities = result.predictions.labels, scipy.special.softmax(logits.double().numpy(), axis=1)
     predicted, confidence = probabilities.argmax(1), probabilities.max(1)
     is_correct = predicted == labels
@@ -221,9 +222,7 @@ def counted(run: Path, *words: str) -> tuple[str, str]:
     return result.done["images"], result.err.partition(" on ")[2].splitlines()[0]
 
 
-def test_the_held_out_images_are_evaluated_and_all_of_another_folder(
-    plain_run: Job, plain: Path, digits: Path, tmp_path: Path
-) -> None:
+def test_held_out_images_are_evaluated(plain_run: Job, plain: Path, digits: Path, tmp_path: Path) -> None:
     size = len(scan(plain, HoldOut()).val)
     assert 20 < size < 60
     moved, other = (shutil.copytree(plain, tmp_path / name) for name in ("moved", "other"))
@@ -241,9 +240,7 @@ def test_the_held_out_images_are_evaluated_and_all_of_another_folder(
 
 
 @pytest.mark.usefixtures("jpegtran")
-def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
-    plain: Path, plain_run: Job, tmp_path: Path, bucket: Bucket
-) -> None:
+def test_a_pack_holds_out_the_same(plain: Path, plain_run: Job, tmp_path: Path, bucket: Bucket) -> None:
     half, tenth = tmp_path / "half", f"{bucket.place}/tenth"
     pack(plain, half, "lossless", 0.5)
     pack(plain, Store(tenth), "raw=8", 0.1)

@@ -36,9 +36,7 @@ def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: P
     assert runs[parent].info.status == "FINISHED"
 
 
-def test_runs_name_their_changes_predecessor_and_verification(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
+def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, server: Server) -> None:
     first, before = finished(tmp_path / "first", digits, server)
     words = (f"run.resume={first.folder}", "train.max_steps=12", "checkpoint.keep=2")
     _, after = finished(tmp_path / "second", digits, server, *words)

@@ -88,9 +88,7 @@ def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path, run: Jo
     assert {"http-equiv": "Content-Security-Policy", "content": policy} in page.all("meta")
 
 
-def test_a_missing_or_damaged_part_is_left_out_and_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_part_is_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = folder / "journal.jsonl"
     rows = journal.read_text()
     for damage in ({"weights": 5}, {"loss": "low"}, {"top1": "high"}):
@@ -148,9 +146,7 @@ def draw(predictions: Predictions, classes: list[str]) -> list[bytes]:
     return [make(evaluation, "step 12") for make in EVALUATION_FIGURES.values()]
 
 
-def test_figures_say_what_their_numbers_are_with_any_name_and_number_of_classes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_say_what_their_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     make = figures._figure
     monkeypatch.setattr(figures, "_figure", lambda *size: drawn.append(make(*size)) or drawn[-1])

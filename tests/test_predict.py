@@ -70,9 +70,7 @@ def test_the_predictions_are_those_of_the_model(run_dir: Path, digits: Path) -> 
         assert list(found.values()) == pytest.approx(shares.tolist(), abs=1e-5, rel=1e-4)
 
 
-def test_a_bad_image_is_named_and_a_killed_command_continues(
-    run_dir: Path, image: Path, tmp_path: Path
-) -> None:
+def test_a_bad_image_is_named_and_a_file_continued(run_dir: Path, image: Path, tmp_path: Path) -> None:
     photos, out = tmp_path / "photos", tmp_path / "out.csv"
     shutil.copytree(image.parent, photos / "a, b")
     (photos / "torn.png").write_bytes(image.read_bytes()[:40])

@@ -67,9 +67,7 @@ def change_receipt(run: Path, changes: dict[str, Any]) -> None:
     (run / "receipt.json").write_text(json.dumps(contents))
 
 
-def test_the_receipt_of_a_killed_run_has_the_rows_of_an_uninterrupted_run(
-    uninterrupted: Job, tmp_path: Path, digits: Path
-) -> None:
+def test_the_receipt_of_a_killed_run_is_complete(uninterrupted: Job, tmp_path: Path, digits: Path) -> None:
     expected = receipt(uninterrupted.folder)
     assert (expected["config"]["run"]["seed"], expected["plan"]["global_batch"]) == (0, 48)
     assert len(expected["data"]) == 64
@@ -99,12 +97,11 @@ def test_the_receipt_of_a_killed_run_has_the_rows_of_an_uninterrupted_run(
 
 def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(copy: Path) -> None:
     rows = [
-        {"event": "created", "run": "r"}, {"event": "started", "step": 0, "tags": {"world": 1}},
-        {"step": 3, "metrics": {"train/loss": 3.0}}, {"event": "evaluated", "step": 4, "weights": "a"},
-        {"step": 6, "metrics": {"train/loss": 2.0}}, {"event": "evaluated", "step": 8, "weights": "replaced"},
+        {"event": "started", "step": 0, "tags": {"world": 1}}, {"step": 3, "metrics": {"train/loss": 3.0}},
+        {"event": "evaluated", "step": 4, "weights": "a"}, {"step": 6, "metrics": {"train/loss": 2.0}},
+        {"event": "evaluated", "step": 8, "weights": "replaced"},
         {"event": "started", "step": 4, "tags": {"world": 2}},
         {"event": "evaluated", "step": 8, "weights": "b"},
-        {"event": "ended", "status": "FINISHED", "line": "done"},
     ]  # fmt: skip
     folder = RunFolder(copy)
     folder.journal.write_text("".join(json.dumps({"time": 1, **row}) + "\n" for row in rows))
@@ -113,7 +110,6 @@ def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(copy: Path) 
         {"step": 4, "weights": "a", "train_loss": 3.0}, {"step": 8, "weights": "b", "train_loss": 2.0}
     ]  # fmt: skip
     assert found["starts"] == [{"step": 0, "world": 1}, {"step": 4, "world": 2}]
-    assert found["done"] == "done"
 
 
 def test_a_repeated_run_or_part_is_identical_and_left_unchanged(uninterrupted: Job) -> None:
@@ -162,6 +158,11 @@ def test_a_changed_receipt_differs(copy: Path, uninterrupted: Job) -> None:
     for path, (value, says) in CHANGES.items():
         change_receipt(copy, {path: value})
         assert compared(copy, uninterrupted).startswith(f"differs: {says}")
+    change_receipt(copy, {f"{ROW}.map": "\x1b" * 10_000})
+    result = printable_line(compared(copy, uninterrupted))
+    assert result.startswith("differs: at step 8 map is \\x1b")
+    assert len(result) < 2_000
+    assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
 
 
 def compared(run: Path, repetition: Job, start: int = 0) -> str:
@@ -206,10 +207,8 @@ def test_a_part_is_repeated_from_a_checkpoint_of_the_receipt(copy: Path, uninter
     assert result.startswith("identical but for step 6, which a restart may have added: 3 evaluations and ")
 
 
-def test_a_run_is_compared_with_published_receipts(
-    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    published, page = tmp_path / "receipts", tmp_path / "PAGE.md"
+def test_published_receipts_are_compared(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published, page = copy.parent / "receipts", copy.parent / "PAGE.md"
     for name in ("digits", "other", "broken"):
         shutil.copytree(copy, published / name)
     change_receipt(published / "other", {"config.train.epochs": 3})
@@ -245,9 +244,7 @@ def test_a_run_is_compared_with_published_receipts(
     assert capsys.readouterr().out.count("\n") == 1, "receipts of version 0.2 are read"
 
 
-def test_a_repetition_restores_nothing_and_must_train_each_step(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repetition_must_train_each_step(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the repetition stands a run that was restored at its end."""
     made = []
 
@@ -263,17 +260,15 @@ def test_a_repetition_restores_nothing_and_must_train_each_step(
     assert made[0].checkpoint.mirror is None
 
 
-def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credentials(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_receipt_chooses_no_place_to_write_or_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_TRUSTED_MODEL", "")
 
     def config(section: str, **values: Any) -> Config:
         change_receipt(copy, {f"config.{section}.{name}": value for name, value in values.items()})
-        return _repetition_config(Run.read(copy), tmp_path / "new")
+        return _repetition_config(Run.read(copy), copy / "new")
 
     pack = {"source": "pack", "root": "s3://bucket/pack", "cache": "/some/where"}
-    assert config("data", root=str(tmp_path / "absent")).data.root is None
+    assert config("data", root=str(copy / "absent")).data.root is None
     init = refused(lambda: config("model", init="models:/a@b"))
     assert "model.init=models:/a@b would be read with your credentials" in init
     assert "add --trust s3://bucket/pack" in refused(lambda: config("data", **pack))
@@ -288,17 +283,10 @@ MALFORMED = [
 ]  # fmt: skip
 
 
-def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
-    copy: Path, uninterrupted: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_malformed_receipt_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for path, value in MALFORMED:
         change_receipt(copy, {path: value})
         assert "has no readable receipt" in refused(lambda: Run.read(copy))
-    change_receipt(copy, {f"{ROW}.map": "\x1b" * 10_000})
-    result = printable_line(compared(copy, uninterrupted))
-    assert result.startswith("differs: at step 8 map is \\x1b")
-    assert len(result) < 2_000
-    assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
     (copy / "receipt.json").write_text("[" * 200_000)
     malformed = quick("verify", str(copy))
     assert malformed.error.startswith(f"{copy} has no readable receipt"), "as a command it is one line"

@@ -88,9 +88,7 @@ RULE = "Container preflight for pod vision/trainer-1-b failed with exit code 2 m
 
 
 @pytest.mark.parametrize(("code", "message"), [(2, RULE), (1, "Job has reached the specified backoff limit")])
-def test_a_failed_job_ends_it_with_the_code_and_line_of_the_preflight(
-    tmp_path: Path, code: int, message: str
-) -> None:
+def test_a_failed_job_ends_it_with_its_code_and_line(tmp_path: Path, code: int, message: str) -> None:
     bad = pod("trainer-1-b", 1, ended(code, "ok  data\npipeline: /data is empty\nmore\n"), phase="Failed")
     result = watch(tmp_path, [job(), pod("trainer-0-a", 1, RUNS)], [job("Failed", message), bad])
     assert (result.code, message in result.error) == (code, True)

@@ -107,7 +107,6 @@ plan digits --world=7 | 91 or 98
 doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done/checkpoints/none.pt --best | --best
-export photos --best --to onnx | photos
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
 predict models:/digits@best photos | MLFLOW_TRACKING_URI
 predict runs/done texts | no image in
@@ -317,9 +316,7 @@ def test_a_rank_that_waits_for_the_others_says_so_and_how_to_do_without(place: P
         assert "rank 1 of 2 waits for the other processes" in result.err
 
 
-def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path) -> None:
     # found by one process per machine before the group forms, by rank 0 alone (twice, the second
     # time before it looks for the pretrained weights), and by all ranks at once
     wrong = {
