@@ -23,7 +23,6 @@ Write = Callable[[str | bytes], str]
 
 
 def refused(recipe: str, *overrides: str) -> str:
-    """Return the one line that refuses this configuration."""
     return harness.refused(lambda: load(recipe, list(overrides)))
 
 
@@ -214,12 +213,10 @@ def mutate_text(rng: random.Random) -> str:
 
 def mutate_type(rng: random.Random) -> str:
     tree = yaml.safe_load(DIGITS)
-    section = rng.choice([name for name, inside in tree.items() if isinstance(inside, dict)])
-    wrong = rng.choice([["a"], {"a": {"b": "c"}}, "text", 3, {"": ""}, [[]], {"a" * 300: "b" * 300}])
-    if rng.random() < 0.5:
-        tree[section] = wrong
-    else:
-        tree[section][rng.choice(list(tree[section]))] = wrong
+    sections = [inside for inside in tree.values() if isinstance(inside, dict)]
+    place = rng.choice([tree, rng.choice(sections)])
+    wrong = [["a"], {"a": {"b": "c"}}, "text", 3, {"": ""}, [[]], {"a" * 300: "b" * 300}]
+    place[rng.choice(list(place))] = rng.choice(wrong)
     return yaml.safe_dump(tree)
 
 

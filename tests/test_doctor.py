@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from harness import Result, quick
 from object_store import Bucket, FaultProxy
+from place import Place
 from test_security import foreign_server
 
 from pipeline import errors, machine
@@ -142,15 +142,13 @@ def test_a_disk_that_is_small_or_not_shared_is_named(small_disk: Path, digits: P
         checks.check_disk_space(config, make_plan(config, HERE, open_source(config).size), folder)
 
 
-def test_bad_images_are_named(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_source(load("digits", [f"data.root={digits}"]))
+def test_bad_images_and_the_decoder_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_source(load("digits", ["data.source=folder", f"data.root={place.path / 'images'}"]))
     assert checks.check_images_decode(source).endswith("JPEG by simplejpeg")
     monkeypatch.setattr(images, "simplejpeg", None)
     assert "JPEG by Pillow, which is slower" in checks.check_images_decode(source)
-    shutil.copytree(digits, tmp_path / "data")
-    first = min((tmp_path / "data" / "train").glob("*/*.png"))
-    first.write_bytes(bytes(100))
-    source = open_source(load("digits", [f"data.root={tmp_path / 'data'}"]))
+    first = min((place.path / "images/train").glob("*/*"))
+    first.write_bytes(bytes(first.stat().st_size))
     with pytest.raises(errors.StorageError, match=rf"{first.name} cannot be decoded .*'pipeline data check'"):
         checks.check_images_decode(source)
 
@@ -185,8 +183,6 @@ def test_a_store_that_ignores_ranges_or_conditions_is_refused_by_name(
 
 
 class IgnoresIfMatch(Store):
-    """A store that honours If-None-Match only."""
-
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         return super().write(name, data, if_absent=if_absent)
 

@@ -64,9 +64,6 @@ def test_evaluate_and_a_second_train_print_the_done_line_of_train(trained: Job) 
     for world in (1, 3):
         result = evaluate_run(trained.folder, world=world)
         assert (result.out, result.done["weights"]) == (expected, weights)
-    # validation ignores batch.global, so 48 need not divide by 7
-    other = evaluate_run(trained.folder, "batch.global=7", "evaluate.batch=360")
-    assert other.done["top1"] == result.done["top1"]
     before = (trained.folder / "journal.jsonl").read_bytes()
     assert trained.run().out == expected
     assert (trained.folder / "journal.jsonl").read_bytes() == before
@@ -216,8 +213,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Job:
     return plain_job(tmp_path_factory.mktemp("plain_run") / "run", "folder", plain)
 
 
-def counted(run: Path, *words: str) -> tuple[str, str]:
-    """Evaluate; return the count of the images and their description."""
+def count_and_description(run: Path, *words: str) -> tuple[str, str]:
     result = evaluate_run(run, *words)
     return result.done["images"], result.err.partition(" on ")[2].splitlines()[0]
 
@@ -234,7 +230,7 @@ def test_held_out_images_are_evaluated(plain_run: Job, plain: Path, digits: Path
         (digits, 360, f"the 360 images of {digits}/val"),
         (digits / "train", 1437, f"all 1,437 images of {digits}/train"),
     ):
-        images, line = counted(plain_run.folder, f"data.root={root}")
+        images, line = count_and_description(plain_run.folder, f"data.root={root}")
         assert images == f"{count}/{count}"
         assert description in line
 
@@ -249,13 +245,13 @@ def test_a_pack_holds_out_the_same(plain: Path, plain_run: Job, tmp_path: Path, 
     half_pack, tenth_pack = (("data.source=pack", f"data.root={root}") for root in (half, tenth))
     refused = evaluate_run(plain_run.folder, *half_pack, code=2)
     assert "the images of the training with another split" in refused.error
-    found = counted(plain_run.folder, *tenth_pack)
+    found = count_and_description(plain_run.folder, *tenth_pack)
     assert found == (f"{small}/{small}", f"the {small} validation images of the pack {tenth}")
     save_checkpoint(tmp_path / "no-split", {**plain_run.contents(), "split": 5}, 1)
     count = f"{large}/{large}"
-    assert counted(tmp_path / "no-split", *half_pack)[0] == count
+    assert count_and_description(tmp_path / "no-split", *half_pack)[0] == count
     assert evaluate_run(pack_run.folder, world=2).done["images"] == count, "rank 0 tells the others"
-    found = counted(pack_run.folder, "data.source=folder", f"data.root={plain}")
+    found = count_and_description(pack_run.folder, "data.source=folder", f"data.root={plain}")
     assert found == (count, f"the {large} held-out images of {plain}")
 
 

@@ -39,8 +39,6 @@ from pipeline.planning import make_plan
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
 
-DIGITS = DataSize(1437, 360, 10)
-
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
@@ -165,7 +163,7 @@ def test_published_weights_say_what_they_were_trained_with(hub: torch.nn.Module)
     config = load("digits", words)
     assert config.model.mean == config.model.std == (0.5, 0.5, 0.5)
     assert (config.augment.size, config.evaluate.resize) == (32, 32), "as the recipe says"
-    plan = make_plan(config, World(), DIGITS)
+    plan = make_plan(config, World(), DataSize(1437, 360, 10))
     assert "mean and deviation (0.5, 0.5, 0.5) and (0.5, 0.5, 0.5), model.init=timm" in table(plan)
     black = Normalise(torch.device("cpu"), config.model)(torch.zeros((1, 3, 1, 1), dtype=torch.uint8))
     assert black.flatten().tolist() == [-1, -1, -1]

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
@@ -16,7 +15,6 @@ from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torchvision import models
-from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models import pretrained
 from pipeline.addons.models.functions import meta_model
@@ -128,35 +126,25 @@ def test_a_model_of_timm_resumes_is_exported_and_predicts(arch: str, tmp_path: P
     quick("predict", folder, image, code=0)
 
 
-def test_every_classifier_makes_a_pass(monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+def test_every_classifier_makes_a_pass(full: bool) -> None:
     """All of torchvision, and one of each family of timm, on the meta device; else every fifth."""
-
-    def widths(*args: Any, **options: Any) -> Any:  # a RegNet computes these with tensors
-        with torch.device("cpu"):
-            return regnet_widths(*args, **options)
-
-    regnet_widths = BlockParams.from_init_params
-    monkeypatch.setattr(BlockParams, "from_init_params", widths)
     families = [timm.list_models(module=family) for family in timm.list_modules()]
     names = [*models.list_models(module=models), *(f"timm/{names[0]}" for names in families if names)]
     for arch in names[:: 1 if full else 5]:
         default = timm.get_pretrained_cfg(arch.removeprefix("timm/")) if arch.startswith("timm/") else None
         size = default.input_size[1] if default else 299 if arch.startswith("inception") else 224
+        model = meta_model(Model(arch=arch), 7)
         with torch.device("meta"), torch.no_grad():
-            model = build(Model(arch=arch), 7)
             load_weights(model, dict(model.state_dict()))  # a plain dict has no versions
             assert model(torch.empty(2, 3, size, size)).shape == (2, 7), arch
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_model_that_needs_versions_trains(parallel: str, tmp_path: Path, image: str) -> None:
+def test_a_model_that_needs_versions_trains(tmp_path: Path, image: str) -> None:
     arguments = ["digits", *TRAINING, "model.arch=mnasnet0_5", "train.max_steps=3"]
-    run = assert_resumes(tmp_path, [*arguments, f"parallel={parallel}", "train.ema=0.9"], 2)
-    contents = run.contents()
-    for part in ("model", "average"):
-        build(Model(arch="mnasnet0_5"), 4).load_state_dict(contents[part])  # by torch alone
-    if parallel == "fsdp":
-        return
+    for parallel in ("fsdp", "ddp"):
+        run = assert_resumes(tmp_path / parallel, [*arguments, f"parallel={parallel}", "train.ema=0.9"], 2)
+        for part in ("model", "average"):
+            build(Model(arch="mnasnet0_5"), 4).load_state_dict(run.contents()[part])  # by torch alone
     folder, weights = str(run.folder), str(tmp_path / "weights.safetensors")
     for command in (
         ["evaluate", folder], ["predict", folder, image],
@@ -293,8 +281,7 @@ def test_a_model_names_the_weights_that_do_not_decay() -> None:
         params = {id(param) for param in parameter_groups(model, Optimizer())[0]["params"]}
         return {name for name, param in model.named_parameters() if id(param) in params}
 
-    with torch.device("meta"):
-        xcit = build(Model(arch="timm/xcit_nano_12_p16_224"), 10)
+    xcit = meta_model(Model(arch="timm/xcit_nano_12_p16_224"), 10)
     assert not any(name.startswith("pos_embed.") for name in decayed(xcit))
     model = nn.Bilinear(2, 3, 4)
     model.bias = nn.Parameter(torch.zeros(4, 1, 1))

@@ -1,7 +1,6 @@
 """Names and locales that are not UTF-8, and files that commands write where a user says."""
 
 import os
-import shlex
 import shutil
 from pathlib import Path
 
@@ -119,11 +118,3 @@ def test_a_copied_checkpoint_or_moved_data_is_refused_with_the_remedy(place: Pla
         assert refused.code in (2, 75)
         assert "data.root=FOLDER" in refused.error, command
     quick("evaluate", "runs/done", "data.root=moved", cwd=place.path, code=0)
-
-
-def test_a_command_in_a_message_can_be_pasted(place: Place) -> None:
-    (place.path / "RECIPE.YML").write_text("run: {dir: runs/my run}\n")
-    done = quick("train", "RECIPE.YML", *SMALL, cwd=place.path, code=0)
-    (line,) = [line for line in done.err.splitlines() if "use it" in line]
-    command = shlex.split(line.partition("use it")[2].replace("IMAGE ...", "images/val"))
-    quick(*command[1:], cwd=place.path, code=0)

@@ -39,7 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.fixture
 def folder(run: Job, tmp_path: Path) -> Path:
-    """Return a copy of the run's folder with its page."""
     copy = Path(shutil.copytree(run.folder, tmp_path / "my run"))
     quick("report", str(copy), code=0)
     return copy

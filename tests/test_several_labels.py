@@ -180,14 +180,6 @@ def test_a_killed_run_resumes(tmp_path: Path, table: Keys, alone: Job, worlds: t
     assert sorted(run.journal(*prefixes)) == sorted(alone.journal(*prefixes))
 
 
-def test_a_pack_gives_the_same_run(tmp_path: Path, table: Keys, alone: Job) -> None:
-    path, root = (word.partition("=")[2] for word in table[1:])
-    quick("data", "pack", path, str(tmp_path / "pack"), f"data.root={root}", code=0)
-    run = job(tmp_path / "run", ("data.source=pack", f"data.root={tmp_path / 'pack'}"), 1)
-    assert run.run_in_forks().out == alone.output(), run.log()
-    assert run.trace() == alone.trace()
-
-
 def test_all_that_a_run_leaves_knows_several_labels(alone: Job, digits: Path, tmp_path: Path) -> None:
     line, run, folder = alone.output(), str(alone.folder), RunFolder(alone.folder)
     final = dict((key, value) for step, key, value in alone.journal("val/") if step == 12)

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from harness import SMALL, Job, environment, quick
@@ -19,16 +19,14 @@ from pipeline.config.load import recipe_names
 ROOT = Path(__file__).parent.parent
 
 
-def names(parser: Parser, name: str = "") -> Iterator[str]:
-    """Yield the names of a parser's commands, and its own."""
-    yield name.strip()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for word, inner in action.choices.items():
-                yield from names(inner, f"{name} {word}")
+def names(parser: Parser, name: str = "") -> list[str]:
+    """Return the names of a parser's commands, and its own."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    inner = [names(found, f"{name} {word}") for group in groups for word, found in group.choices.items()]
+    return [name.strip(), *chain.from_iterable(inner)]
 
 
-COMMANDS = list(names(make_parser()))
+COMMANDS = names(make_parser())
 
 
 def test_every_command_has_its_help_and_a_group_lists_its_commands() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, kill, quick, refused
+from harness import SMALL, Job, kill, quick, read_rows, refused
 
 from pipeline import machine
 from pipeline.addons.models.trained import digest_and_checksums
@@ -20,10 +20,8 @@ from pipeline.addons.ops.commands import _step_range
 from pipeline.addons.ops.compare import compare
 from pipeline.addons.ops.run import Run
 from pipeline.addons.ops.verify import _repetition_config, verify
-from pipeline.addons.run.receipt import make_receipt
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, printable_line
-from pipeline.record.folder import RunFolder
 
 OTHER = "sha256:" + "0" * 64
 REMOVED = object()
@@ -89,27 +87,13 @@ def test_the_receipt_of_a_killed_run_is_complete(uninterrupted: Job, tmp_path: P
     before = receipt(run.folder)
     assert [row["step"] for row in before["evaluations"]][:1] == [4], "evaluations are written at once"
     assert before["done"] is None
+    row = next(row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "evaluated")
+    with open(run.folder / "journal.jsonl", "a") as journal:
+        journal.write(json.dumps(row | {"step": 12, "weights": "those of a step that is repeated"}) + "\n")
     found = receipt(run.finished().folder)
     assert (found["evaluations"], found["done"]) == (expected["evaluations"], expected["done"])
     first, second = found["starts"]
     assert (first["step"], second) == (0, {**first, "step": second["step"]})
-
-
-def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(copy: Path) -> None:
-    rows = [
-        {"event": "started", "step": 0, "tags": {"world": 1}}, {"step": 3, "metrics": {"train/loss": 3.0}},
-        {"event": "evaluated", "step": 4, "weights": "a"}, {"step": 6, "metrics": {"train/loss": 2.0}},
-        {"event": "evaluated", "step": 8, "weights": "replaced"},
-        {"event": "started", "step": 4, "tags": {"world": 2}},
-        {"event": "evaluated", "step": 8, "weights": "b"},
-    ]  # fmt: skip
-    folder = RunFolder(copy)
-    folder.journal.write_text("".join(json.dumps({"time": 1, **row}) + "\n" for row in rows))
-    found = make_receipt(folder)
-    assert found["evaluations"] == [
-        {"step": 4, "weights": "a", "train_loss": 3.0}, {"step": 8, "weights": "b", "train_loss": 2.0}
-    ]  # fmt: skip
-    assert found["starts"] == [{"step": 0, "world": 1}, {"step": 4, "world": 2}]
 
 
 def test_a_repeated_run_or_part_is_identical_and_left_unchanged(uninterrupted: Job) -> None:

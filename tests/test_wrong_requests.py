@@ -121,8 +121,6 @@ sync nosuch | nosuch
 bench train --only plain | benchmarks/NAME.py
 doctor digits --gang | nccl-tests
 doctor digits run.device=cuda | use run.device=cpu, or auto
-doctor digits run.dir=/etc/hostname/run track.uri=none | give a folder that can
-doctor digits data.source=folder 'data.root=/no/such: set it' | give a folder with train/ and val/
 doctor digits model.arch=timm/dm_nfnet_f0 parallel=fsdp --world 2 | stages.0.0.skipinit_gain
 runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
@@ -149,7 +147,6 @@ k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
 k8s render --code photos | __init__.py
 k8s render --code nosuch | nosuch
-k8s watch --namespace=a.b | --namespace
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
 MLFLOW_TRACKING_URI=sqlite:///a%41b.db train digits | MLFLOW_TRACKING_URI=sqlite:///a%41b.db
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE=x
