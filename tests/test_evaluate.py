@@ -160,9 +160,7 @@ def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: P
     broken = Evaluation(1, 10, 10, correct1=9, correct5=9, loss_sum=0, not_finite=1)
     assert not state.add_evaluation(broken)
     losses = {1: 9, 2: 8, 3: 8, 4: 9}  # step: sum
-    found = [
-        step for step, loss in losses.items() if state.add_evaluation(Evaluation(step, 10, 10, 5, 5, loss))
-    ]
+    found = [at for at, loss in losses.items() if state.add_evaluation(Evaluation(at, 10, 10, 5, 5, loss))]
     assert found == [1, 2]
     assert not state.add_evaluation(broken)
     state.step = broken.step

@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 from harness import SMALL, Job, bench, quick
-from mlflow.entities import Run
 from server import Server, tracked_job
 
 
 def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
     return tracked_job(folder, digits, f"track.uri={server.uri}", "train.max_steps=8", *more)
-
-
-def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Job, Run]:
-    run = job(folder, digits, server, *more).finished()
-    return run, server.run_of(run)
 
 
 @pytest.mark.full
@@ -37,9 +31,10 @@ def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: P
 
 
 def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, server: Server) -> None:
-    first, before = finished(tmp_path / "first", digits, server)
+    first = job(tmp_path / "first", digits, server).finished()
+    before = server.run_of(first)
     words = (f"run.resume={first.folder}", "train.max_steps=12", "checkpoint.keep=2")
-    _, after = finished(tmp_path / "second", digits, server, *words)
+    after = server.run_of(job(tmp_path / "second", digits, server, *words).finished())
     changes = set(after.data.tags["changes"].split()) - set(before.data.tags["changes"].split())
     assert "train.max_steps=12" in changes
     assert "checkpoint.keep=2" not in changes

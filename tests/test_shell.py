@@ -93,10 +93,8 @@ def test_best_takes_the_best_checkpoint_in_place_of_the_last(digits: Path, tmp_p
     best, _ = run.checkpoints()
     assert best_checkpoint(folder) == best
     image = str(next((digits / "val/3").iterdir()))
-    found, same, last = (
-        quick("predict", *target, image, "--json").out
-        for target in ((folder, "--best"), (str(best),), (folder,))
-    )
+    targets = ((folder, "--best"), (str(best),), (folder,))
+    found, same, last = (quick("predict", *target, image, "--json").out for target in targets)
     assert found == same != last
     assert f"weights={row['weights']}" in quick("evaluate", folder, "--best").out
     exported = quick("export", folder, "--best", "--to", "safetensors")

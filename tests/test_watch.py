@@ -21,17 +21,13 @@ SOONER = "from pipeline.addons.deploy import watch; watch._POLL_S, watch._PATIEN
 
 
 def job(end: str = "", message: str = "") -> dict[str, Any]:
-    conditions = [
-        {"type": "Suspended", "status": "False"},
-        {"type": end, "status": "True", "message": message},
-    ]
+    suspended = {"type": "Suspended", "status": "False"}
+    conditions = [suspended, {"type": end, "status": "True", "message": message}] if end else None
     metadata = {"name": "trainer", "creationTimestamp": "0"}
-    return {"kind": "Job", "metadata": metadata, "status": {"conditions": conditions if end else None}}
+    return {"kind": "Job", "metadata": metadata, "status": {"conditions": conditions}}
 
 
-def pod(
-    name: str, created: int, preflight: dict[str, Any], trainer: Any = None, **more: Any
-) -> dict[str, Any]:
+def pod(name: str, created: int, preflight: Any, trainer: Any = None, **more: Any) -> dict[str, Any]:
     """Return a pod of index 0 or 1, as its name says, with the states of its containers."""
     labels = {"batch.kubernetes.io/job-completion-index": name.split("-")[1]}
     trainer = trainer or {"waiting": {"reason": "PodInitializing"}}
