@@ -112,6 +112,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def image(digits: Path) -> Path:
+    return next((digits / "val/3").iterdir())
+
+
+@pytest.fixture(scope="session")
 def made_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place.make(tmp_path_factory.mktemp("place"))
 

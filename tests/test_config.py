@@ -28,7 +28,6 @@ def refused(recipe: str, *overrides: str) -> str:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Return a function that writes a recipe, and returns its path."""
     path = tmp_path / "mine.yaml"
 
     def write(text: str | bytes) -> str:

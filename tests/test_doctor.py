@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +45,9 @@ def run_doctor(tmp_path: Path, digits: Path, *words: str, code: int = 0, **env: 
 
 
 def test_a_request_that_can_run_passes_and_leaves_no_files(tmp_path: Path, digits: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     found, _ = run_doctor(tmp_path, digits)
     assert all(row["ok"] for row in found.values())
     assert list(tmp_path.iterdir()) == []
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15, "seconds of CPU time"
 
 
 def test_the_failure_of_the_last_start_is_reported(tmp_path: Path, digits: Path) -> None:

@@ -24,7 +24,6 @@ from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.addons.models.trained import weights_digest
 from pipeline.addons.report.evaluations import most_confident_mistakes
-from pipeline.addons.run.progress import describe_evaluation
 from pipeline.addons.run.receipt import best_checkpoint
 from pipeline.addons.store.bucket import Store
 from pipeline.config.sections import Model
@@ -90,7 +89,6 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     assert (found.images, found.not_finite) == (finite.images, bad_images), "every image is counted"
     assert "loss" not in found.figures
     assert 0 <= found.loss_sum < finite.loss_sum
-    assert f"the logits of {bad_images} of {found.images} images are not finite" in describe_evaluation(found)
     assert (predictions.predicted == NO_PREDICTION).sum() == found.not_finite
     correct, total = predictions.count_correct(10)
     assert (correct.sum(), total.sum()) == (found.correct1, found.images), "the figures show the same counts"
@@ -187,12 +185,10 @@ def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path) -> 
     assert "(best)" not in trained.err
     assert "best     none: no validation had finite logits" in trained.err
     assert not run.journal("val/loss")
-    receipt, *rows = [
-        json.loads(text, parse_constant=pytest.fail)  # NaN is not valid JSON
-        for text in ((run.folder / "receipt.json").read_text(), *(run.folder / "journal.jsonl").open())
-    ]
-    assert [row["loss"] for row in receipt["evaluations"]] == [None]
-    assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
+    receipt, journal = ((run.folder / name).read_text() for name in ("receipt.json", "journal.jsonl"))
+    assert "NaN" not in receipt + journal, "it is not valid JSON"
+    assert [row["loss"] for row in json.loads(receipt)["evaluations"]] == [None]
+    assert re.search('"not_finite": ?360', journal)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +214,6 @@ def count_and_description(run: Path, *words: str) -> tuple[str, str]:
 
 def test_held_out_images_are_evaluated(plain_run: Job, plain: Path, digits: Path, tmp_path: Path) -> None:
     size = len(scan(plain, HoldOut()).val)
-    assert 20 < size < 60
     moved, other = (shutil.copytree(plain, tmp_path / name) for name in ("moved", "other"))
     next((other / "3").iterdir()).unlink()
     for root, count, description in (

@@ -42,7 +42,6 @@ from pipeline.world import World
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """Train a small model for a few steps, for others to begin with and to learn from."""
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=6"]
     return Job(tmp_path_factory.mktemp("first") / "run", words).finished()
 
@@ -205,7 +204,6 @@ def test_a_teacher_has_its_own_normalisation_and_the_datas_classes(hub: torch.nn
         ("timm/test_vit", names[1:], "has the class 'n01440764' where the data has 'n01443537'"),
         ("timm/test_vit", names[:-1], "has the class 'n15075141' where the data has 'missing'"),
         (str(first.folder), [*"0123456789"][::-1], "has the class '0' where the data has '9'"),
-        ("runs/nowhere", names, "nowhere does not exist"),
     ):
         with pytest.raises(RunError, match=line):
             teacher.Teacher(load("digits", [f"model.teacher={given}"]), tuple(classes), [160], group)

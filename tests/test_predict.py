@@ -26,11 +26,6 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(tmp_path_factory.mktemp("run"))
 
 
-@pytest.fixture(scope="module")
-def image(digits: Path) -> Path:
-    return next((digits / "val" / "3").iterdir())
-
-
 def save_run(folder: Path, scale: float = 1, classes: list[Any] = CLASSES) -> Path:
     """Save a checkpoint and return `folder`; `scale` multiplies the weights of the last layer."""
     (folder / "checkpoints").mkdir(parents=True)

@@ -18,19 +18,13 @@ from pipeline.world import World
 IMAGENET, CIFAR10 = DataSize(1_281_167, 50_000, 1000), DataSize(50_000, 10_000, 10)
 DIGITS = DataSize(1437, 360, 10)
 RUNS = {
-    "digits": (2, DIGITS, None),
-    "cifar10": (4, CIFAR10, None),
+    "digits": (2, DIGITS, None), "finetune-cpu": (2, DIGITS, None),
+    "finetune": (1, DataSize(10_000, 1_000, 20), 1.25e-5), "imagenette": (8, DataSize(9469, 3925, 10), None),
+    "cifar10": (4, CIFAR10, None), "cifar10-96": (4, CIFAR10, 9 / (1 + 1 / 0.15)),
     "cifar10-fast": (4, CIFAR10, 11.5 / 2 / (1 + 1 / 0.15)),
-    "cifar10-96": (4, CIFAR10, 9 / (1 + 1 / 0.15)),
-    "imagenette": (8, DataSize(9469, 3925, 10), None),
-    "resnet50-90": (8, IMAGENET, 2.048),
-    "resnet50-fast": (8, IMAGENET, 1.7),
-    "resnet50-v2": (8, IMAGENET, 0.5),
-    "vit-s16": (8, IMAGENET, 1e-3),
-    "vit-l16": (16, IMAGENET, 0.5),
-    "finetune": (1, DataSize(10_000, 1_000, 20), 1.25e-5),
-    "finetune-cpu": (2, DIGITS, None),
-}
+    "resnet50-90": (8, IMAGENET, 2.048), "resnet50-fast": (8, IMAGENET, 1.7),
+    "resnet50-v2": (8, IMAGENET, 0.5), "vit-s16": (8, IMAGENET, 1e-3), "vit-l16": (16, IMAGENET, 0.5),
+}  # fmt: skip
 """Each recipe -> number of processes, data, and the source's peak LR for the global batch."""
 
 

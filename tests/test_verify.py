@@ -28,10 +28,10 @@ REMOVED = object()
 ROW, START = "evaluations.1", "starts.0"
 
 
-def job(folder: Path, digits: Path, *more: str) -> Job:
+def job(folder: Path, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=12",
              "evaluate.every=4 steps", "checkpoint.every=4 steps", "checkpoint.keep=3"]  # fmt: skip
-    return Job(folder, [*words, *more])
+    return Job(folder, words)
 
 
 def receipt(run: Path) -> dict[str, Any]:

@@ -75,7 +75,6 @@ train init.yaml model.freeze=, | no module ''
 train init.yaml model.freeze=conv1,bn1,layer1,layer2,layer3,layer4,fc | leaves nothing to train
 train init.yaml model.init=IMAGENET1K_V9 | IMAGENET1K_V1
 train several.yaml data.balance=sqrt | data.balance
-evaluate runs/done data.source=table data.table=several.csv data.root=photos | several labels
 train digits track.uri=htp://foo | track.uri=htp://foo
 train digits track.uri=sqlite:///a?b/ml.db | track.uri=sqlite:///a?b/ml.db
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
@@ -147,7 +146,6 @@ k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
 k8s render --code photos | __init__.py
 k8s render --code nosuch | nosuch
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
-MLFLOW_TRACKING_URI=sqlite:///a%41b.db train digits | MLFLOW_TRACKING_URI=sqlite:///a%41b.db
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE=x
 RANK=8 WORLD_SIZE=8 train digits | RANK=8
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 train digits | LOCAL_RANK=2
@@ -243,6 +241,11 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     for command in re.findall(r"'pipeline ([^']+)'", line):
         if " " in command and not command.endswith("--help"):  # not only the name of a command
             parse(shlex.split(command))
+
+
+def test_several_labels_are_refused_by_a_model_of_one(folder: Path) -> None:
+    words = ("evaluate", "runs/done", "data.source=table", "data.table=several.csv", "data.root=photos")
+    assert "the data has several labels a picture" in quick(*words, cwd=folder, code=2).error
 
 
 def test_a_wrong_request_ends_before_torch_is_imported(tmp_path: Path, digits: Path) -> None:
