@@ -43,7 +43,6 @@ train digits --quite | --quiet
 train digits --nproc 2 --numa-binding node | torchrun
 train digits batch.global=2000 | batch.global
 train digits batch.global=97 batch.accumulate=2 | 96 or 98
-train digits batch.global=9 --nproc 2 | 8 or 10
 train digits run.dir=/proc/x | run.dir=/proc/x
 train digits run.dir=notes.txt/run | run.dir=notes.txt/run
 train digits run.dir=a%41b/run | a%41b/mlflow.db
@@ -102,7 +101,6 @@ train digits data.source=folder data.root=folder-image | 000.jpg
 train digits data.source=folder data.root=few | data.val_split=0.1
 train empty.yaml | data.root
 train dotted.yaml | train: {epochs: 3}
-plan digits --world=7 | 91 or 98
 doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done/checkpoints/none.pt --best | --best
