@@ -134,6 +134,11 @@ def job(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Callable[...,
 
 
 @pytest.fixture(scope="session")
+def image(digits: Path) -> Path:
+    return next((digits / "val/3").iterdir())
+
+
+@pytest.fixture(scope="session")
 def made_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place.make(tmp_path_factory.mktemp("place"))
 

@@ -1,6 +1,5 @@
 """Evaluate one model with several processes, which are forks of this one: it has imported torch."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ def make_model() -> nn.Module:
     return network
 
 
-def evaluate(root: Path, group: Group, model: nn.Module, *words: str) -> Evaluated:
+def evaluate(root: Path, model: nn.Module, *words: str, group: Group | None = None) -> Evaluated:
     """Evaluate the model on the digits in `root`, in batches of 48."""
     config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0", *words)
-    evaluator = Evaluator(model, source, config, plan, group)
-    result = evaluator.evaluate(1, SILENT, lambda: False)
+    group = group or Group(World(), torch.device("cpu"))
+    result = Evaluator(model, source, config, plan, group).evaluate(1, SILENT, lambda: False)
     assert result
     return result
 
@@ -40,22 +39,19 @@ def evaluate_alone(root: Path, *words: str) -> tuple[Evaluated, dict[str, Any], 
     logits: list[torch.Tensor] = []
     model = make_model()
     model.register_forward_hook(lambda _module, _inputs, result: logits.append(result))
-    found = evaluate(root, Group(World(), torch.device("cpu")), model, *words)
+    found = evaluate(root, model, *words)
     return found, _found(found), torch.cat(logits)
 
 
-def evaluate_together(root: Path, size: int, folder: Path, *words: str) -> Any:
-    """Return what `size` processes found."""
-    output = folder / f"{size}.json"
-    assert not any(in_ranks(_run_rank, size, size, root, output, words))
-    return json.loads(output.read_text())
+def assert_same_together(root: Path, size: int, expected: dict[str, Any], *words: str) -> None:
+    """Assert that `size` processes find what one has found, to the bit."""
+    assert not any(in_ranks(_run_rank, size, size, root, expected, words))
 
 
-def _run_rank(rank: int, address: str, size: int, root: Path, output: Path, words: tuple[str, ...]) -> None:
+def _run_rank(rank: int, address: str, size: int, root: Path, expected: Any, words: tuple[str, ...]) -> None:
     group = Group(World(size, size, rank, rank, init_method=address), torch.device("cpu"), 60)
-    result = evaluate(root, group, make_model(), *words)
-    if group.is_main:
-        output.write_text(json.dumps(_found(result)))
+    result = evaluate(root, make_model(), *words, group=group)
+    assert not group.is_main or _found(result) == expected
     group.shutdown()
 
 

@@ -140,10 +140,17 @@ def _needs_interpreter(env: dict[str, str]) -> bool:
 
 
 def quick(
-    *arguments: str, cwd: Path | None = None, timeout: float = 300, prelude: str = "", **env: str
+    *arguments: str,
+    cwd: Path | None = None,
+    timeout: float = 300,
+    prelude: str = "",
+    code: int | None = None,
+    **env: str,
 ) -> Result:
-    """Run a command in a fork, and wait for its end."""
-    return _in_forks(["pipeline", *arguments], [env], cwd, timeout, prelude)
+    """Run a command in a fork, and wait for its end. code: that it must exit with."""
+    result = _in_forks(["pipeline", *arguments], [env], cwd, timeout, prelude)
+    assert code in (None, result.code), f"{arguments}: exit {result.code}, not {code}: {result.err}"
+    return result
 
 
 def _in_forks(
@@ -382,6 +389,14 @@ class Job:
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
+
+    def contents(self, step: int | None = None) -> dict[str, Any]:
+        """Return the contents of the newest checkpoint, or of that of a step."""
+        from pipeline.record.checkpoint_contents import decode  # imports torch
+        from pipeline.record.checkpoint_files import read_verified
+
+        found = [path for path in self.checkpoints() if step is None or f"-{step:08}." in path.name]
+        return decode(read_verified(found[-1]), found[-1])
 
 
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:

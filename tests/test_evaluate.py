@@ -10,36 +10,25 @@ import numpy as np
 import pytest
 import scipy.special
 import torch
-from evaluate_worlds import evaluate_alone, evaluate_together, make_model
-from harness import DONE, SMALL, Job, Result, quick, save_checkpoint
+from evaluate_worlds import assert_same_together, evaluate, evaluate_alone, make_model
+from harness import SMALL, Job, Result, quick, save_checkpoint
 from object_store import Bucket
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
 from streams import make_trainer, prepare
 from torch import Tensor, nn
-from torchvision.models import get_model
 
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.eval_batches import EvalBatches
-from pipeline.addons.models.evaluator import Evaluator
 from pipeline.addons.models.trained import weights_digest
 from pipeline.addons.report.evaluations import most_confident_mistakes
-from pipeline.addons.run.progress import describe_evaluation
-from pipeline.addons.run.receipt import best_checkpoint, receipt_row
+from pipeline.addons.run.receipt import best_checkpoint
 from pipeline.addons.store.bucket import Store
-from pipeline.cli.main import main
-from pipeline.config.load import load
 from pipeline.config.sections import Model
-from pipeline.group import Group
 from pipeline.model.normalise import Normalise
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
-from pipeline.record.terminal import SILENT
 from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, NO_PREDICTION, Evaluation
-from pipeline.train.listener import Evaluated
-from pipeline.world import World
 
 WORLDS = {1: (1, 2), 7: (1, 3), 48: (1, 4), 97: (1, 2, 3, 4), 1000: (1, 3)}
 
@@ -50,39 +39,32 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     return Job(tmp_path_factory.mktemp("trained") / "run", words, nproc=2).finished()
 
 
-def evaluate(run: Job, world: int, *overrides: str) -> Result:
-    return quick("evaluate", str(run.folder), *overrides, *(["--nproc", str(world)] if world > 1 else []))
+def evaluate_run(run: Path, *overrides: str, world: int = 1, code: int = 0) -> Result:
+    processes = ["--nproc", str(world)] if world > 1 else []
+    return quick("evaluate", str(run), *overrides, *processes, code=code)
 
 
 @pytest.mark.fault("E3")
-@pytest.mark.parametrize(
-    "size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in WORLDS if size > 1)]
-)
-def test_every_image_is_counted_once_at_any_world_size(
-    trained: Job, digits: Path, tmp_path: Path, size: int
-) -> None:
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.full) for size in [*WORLDS][1:])])
+def test_every_image_is_counted_once(trained: Job, digits: Path, tmp_path: Path, size: int) -> None:
     for image in sorted(digits.glob("*/*/*.png"), key=lambda path: path.name)[:size]:
         target = tmp_path / "val" / image.parent.name / image.name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(image, target)
-    (line,) = {evaluate(trained, world, f"data.root={tmp_path}").out for world in WORLDS[size]}
+    root = f"data.root={tmp_path}"
+    (line,) = {evaluate_run(trained.folder, root, world=world).out for world in WORLDS[size]}
     assert line.startswith("done ")
     assert f" images={size}/{size} " in line
 
 
 def test_evaluate_and_a_second_train_print_the_done_line_of_train(trained: Job) -> None:
-    expected_out = trained.folder.with_suffix(".out").read_text()
-    path = trained.checkpoints()[-1]
-    contents = decode(read_verified(path), path)
+    expected = trained.output()
+    weights = weights_digest(trained.contents()["model"])
     for world in (1, 3):
-        result = evaluate(trained, world)
-        assert result.out == expected_out
-        assert result.done["weights"] == weights_digest(contents["model"])
-    # validation ignores batch.global, so 48 need not divide by 7
-    other = evaluate(trained, 1, "batch.global=7", "evaluate.batch=360")
-    assert other.done["top1"] == expected_out.split("top1=")[1][:6]
+        result = evaluate_run(trained.folder, world=world)
+        assert (result.out, result.done["weights"]) == (expected, weights)
     before = (trained.folder / "journal.jsonl").read_bytes()
-    assert trained.run().out == expected_out
+    assert trained.run().out == expected
     assert (trained.folder / "journal.jsonl").read_bytes() == before
 
 
@@ -97,50 +79,38 @@ class FixedLogits(nn.Module):
         return torch.cat([self.first_two, self.logits.expand(len(images) - 2, -1)])
 
 
-def evaluate_model(digits: Path, model: nn.Module, *overrides: str) -> Evaluated:
-    """Evaluate the model on the digits in batches of 48."""
-    config, plan, source = prepare(digits, 1, "evaluate.batch=48", *overrides)
-    group = Group(World(), torch.device("cpu"))
-    result = Evaluator(model, source, config, plan, group).evaluate(1, SILENT, lambda: False)
-    assert result
-    return result
-
-
 @pytest.mark.fault("J4")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, bad: float) -> None:
-    finite = evaluate_model(digits, FixedLogits([0.0] * 10)).evaluation
-    result = evaluate_model(digits, FixedLogits([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
+    finite = evaluate(digits, FixedLogits([0.0] * 10)).evaluation
+    result = evaluate(digits, FixedLogits([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
     found, predictions = result.evaluation, result.predictions
     bad_images = 2 * math.ceil(found.images / 48)
     assert (found.images, found.not_finite) == (finite.images, bad_images), "every image is counted"
     assert "loss" not in found.figures
     assert 0 <= found.loss_sum < finite.loss_sum
-    assert f"the logits of {bad_images} of {found.images} images are not finite" in describe_evaluation(found)
     assert (predictions.predicted == NO_PREDICTION).sum() == found.not_finite
     correct, total = predictions.count_correct(10)
     assert (correct.sum(), total.sum()) == (found.correct1, found.images), "the figures show the same counts"
-    assert found.correct1 <= finite.correct1
     assert NO_PREDICTION not in predictions.predicted[most_confident_mistakes(predictions, 1000)]
 
 
-def test_kernels_of_validation_are_not_chosen_by_a_benchmark(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_benchmark_chooses_kernels_of_validation(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn = torch.backends.cudnn
     monkeypatch.setattr(cudnn, "benchmark", True)
     monkeypatch.setattr(cudnn, "deterministic", False)
     model = FixedLogits([0.0] * 10)
     settings = []
     model.register_forward_hook(lambda *_: settings.append((cudnn.benchmark, cudnn.deterministic)))
-    evaluate_model(digits, model)
+    evaluate(digits, model)
     assert set(settings) == {(False, True)}
     assert (cudnn.benchmark, cudnn.deterministic) == (True, False), "training goes on to benchmark"
 
 
-def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path, digits: Path) -> None:
+def test_the_figures_are_those_of_scikit_learn_at_any_world_size(digits: Path) -> None:
     result, alone, logits = evaluate_alone(digits)
-    assert all(evaluate_together(digits, size, tmp_path) == alone for size in (2, 3, 4)), "to the bit"
+    for size in (2, 3, 4):
+        assert_same_together(digits, size, alone)
     labels, probabilities = result.predictions.labels, scipy.special.softmax(logits.double().numpy(), axis=1)
     predicted, confidence = probabilities.argmax(1), probabilities.max(1)
     is_correct = predicted == labels
@@ -164,13 +134,11 @@ def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path,
 
 
 def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:
-    plain, flipped = (
-        evaluate_model(digits, make_model(), f"evaluate.flip={word}") for word in ("false", "true")
-    )
+    model = make_model()
+    plain, flipped = (evaluate(digits, model, f"evaluate.flip={word}") for word in ("false", "true"))
     config, _, source = prepare(digits, 1)
     pixels = EvalBatches(source.val, config)[0].images
     inputs = Normalise(torch.device("cpu"), Model())(pixels)
-    model = make_model()
     expected = ((model(inputs) + model(inputs.flip(-1))) / 2).softmax(1).amax(1)
     found = torch.from_numpy(flipped.predictions.confidence[: len(pixels)])
     assert torch.allclose(found, expected.double(), atol=1e-6)
@@ -180,25 +148,29 @@ def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:
 
 
 def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
-    found = evaluate_model(digits, FixedLogits([-3e38] * 9 + [3e38])).evaluation
+    found = evaluate(digits, FixedLogits([-3e38] * 9 + [3e38])).evaluation
     assert found.not_finite == 0
     assert 0.8 * MAX_LOSS < found.figures["loss"] < MAX_LOSS, "nearly every image has the largest loss"
 
 
-def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: Path) -> None:
+def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: Path, tmp_path: Path) -> None:
     state = make_trainer(digits, "model.arch=squeezenet1_1").state
     broken = Evaluation(1, 10, 10, correct1=9, correct5=9, loss_sum=0, not_finite=1)
     assert not state.add_evaluation(broken)
-    assert receipt_row(state)["loss"] is None, "JSON has no NaN"
     losses = {1: 9, 2: 8, 3: 8, 4: 9}  # step: sum
-    found = [
-        step for step, loss in losses.items() if state.add_evaluation(Evaluation(step, 10, 10, 5, 5, loss))
-    ]
+    found = [at for at, loss in losses.items() if state.add_evaluation(Evaluation(at, 10, 10, 5, 5, loss))]
     assert found == [1, 2]
     assert not state.add_evaluation(broken)
     state.step = broken.step
     state.forget_best()
     assert state.best is None, "not even when the best is chosen again"
+
+    rows = [{"step": step, "top1": 0.5, "loss": loss} for step, loss in losses.items()]
+    (tmp_path / "receipt.json").write_text(json.dumps({"evaluations": rows}))
+    (tmp_path / "checkpoints").mkdir()
+    for step in losses:
+        (tmp_path / f"checkpoints/step-{step:08d}.{'0' * 16}.pt").touch()
+    assert best_checkpoint(str(tmp_path)).name.startswith("step-00000002."), "as predict finds it"
 
 
 @pytest.mark.fault("J4")
@@ -207,18 +179,16 @@ def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path) -> 
              "schedule.name=constant", "schedule.warmup=0", "train.max_steps=1"]  # fmt: skip
     run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words])
     trained = run.run()
-    for result in (trained, evaluate(run, 2)):
+    for result in (trained, evaluate_run(run.folder, world=2)):
         assert result.done == trained.done
         assert re.search(r"the logits of \d+ of 360 images are not finite", result.err), result.err
     assert "(best)" not in trained.err
     assert "best     none: no validation had finite logits" in trained.err
     assert not run.journal("val/loss")
-    receipt, *rows = [
-        json.loads(text, parse_constant=pytest.fail)  # NaN is not valid JSON
-        for text in ((run.folder / "receipt.json").read_text(), *(run.folder / "journal.jsonl").open())
-    ]
-    assert [row["loss"] for row in receipt["evaluations"]] == [None]
-    assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
+    receipt, journal = ((run.folder / name).read_text() for name in ("receipt.json", "journal.jsonl"))
+    assert "NaN" not in receipt + journal, "it is not valid JSON"
+    assert [row["loss"] for row in json.loads(receipt)["evaluations"]] == [None]
+    assert re.search('"not_finite": ?360', journal)
 
 
 @pytest.fixture(scope="module")
@@ -227,113 +197,66 @@ def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return shutil.copytree(digits / "val", tmp_path_factory.mktemp("plain") / "images")
 
 
+def plain_job(folder: Path, source: str, root: Path) -> Job:
+    words = [*SMALL, "data.workers=0", "train.max_steps=1", "schedule.warmup=0"]
+    return Job(folder, ["digits", f"data.source={source}", f"data.root={root}", *words]).finished()
+
+
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
-    """Return a run's folder whose checkpoint, with random weights, names `plain` as its data."""
-    folder = tmp_path_factory.mktemp("plain_run")
-    (folder / "checkpoints").mkdir()
-    config = load("digits", ["data.source=folder", f"data.root={plain}", *SMALL, "data.workers=0"])
-    contents = {"model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None,
-                "config": config.to_yaml(), "classes": [str(label) for label in range(10)], "step": 7,
-                "epoch": 1, "data": scan(plain, HoldOut()).digest}  # fmt: skip
-    save_checkpoint(folder, contents, 7)
-    return folder
+def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Job:
+    return plain_job(tmp_path_factory.mktemp("plain_run") / "run", "folder", plain)
 
 
-def evaluate_here(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[str, str]:
-    """Evaluate in this process; return the count of the images and their description."""
-    assert main(["evaluate", *map(str, words)]) == 0
-    output = capsys.readouterr()
-    done = DONE.match(output.out.strip())
-    assert done
-    return done["images"], output.err.partition(" on ")[2].splitlines()[0]
+def count_and_description(run: Path, *words: str) -> tuple[str, str]:
+    result = evaluate_run(run, *words)
+    return result.done["images"], result.err.partition(" on ")[2].splitlines()[0]
 
 
-def test_the_held_out_images_are_evaluated_wherever_the_data_is(
-    plain_run: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_images_are_evaluated(plain_run: Job, plain: Path, digits: Path, tmp_path: Path) -> None:
     size = len(scan(plain, HoldOut()).val)
-    assert 20 < size < 60
-    count = f"{size}/{size}"
-    assert evaluate_here(capsys, plain_run) == (count, f"the {size} held-out images of {plain}")
-    moved = shutil.copytree(plain, tmp_path / "moved")
-    expected = (count, f"the {size} held-out images of {moved}")
-    assert evaluate_here(capsys, plain_run, f"data.root={moved}") == expected
-    assert main(["evaluate", str(plain_run), "data.val_split=0.5"]) == 2
-    assert "data.val_split cannot be set here" in capsys.readouterr().err
-
-
-def test_all_images_of_another_folder_are_evaluated(
-    plain_run: Path, plain: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = shutil.copytree(plain, tmp_path / "other")
+    moved, other = (shutil.copytree(plain, tmp_path / name) for name in ("moved", "other"))
     next((other / "3").iterdir()).unlink()
-    images, description = evaluate_here(capsys, plain_run, f"data.root={other}")
-    assert (images, f"all 359 images of {other}" in description) == ("359/359", True)
-    expected = ("360/360", f"the 360 images of {digits}/val")
-    assert evaluate_here(capsys, plain_run, f"data.root={digits}") == expected
-    assert evaluate_here(capsys, plain_run, f"data.root={digits / 'train'}")[0] == "1437/1437"
+    for root, count, description in (
+        (plain, size, f"the {size} held-out images of {plain}"),
+        (moved, size, f"the {size} held-out images of {moved}"),
+        (other, 359, f"all 359 images of {other}"),
+        (digits, 360, f"the 360 images of {digits}/val"),
+        (digits / "train", 1437, f"all 1,437 images of {digits}/train"),
+    ):
+        images, line = count_and_description(plain_run.folder, f"data.root={root}")
+        assert images == f"{count}/{count}"
+        assert description in line
 
 
 @pytest.mark.usefixtures("jpegtran")
-def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
-    plain: Path, tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*SMALL, "data.workers=0", "train.max_steps=1", "schedule.warmup=0"]
-    by_folder, by_pack = tmp_path / "by-folder", tmp_path / "by-pack"
+def test_a_pack_holds_out_the_same(plain: Path, plain_run: Job, tmp_path: Path, bucket: Bucket) -> None:
     half, tenth = tmp_path / "half", f"{bucket.place}/tenth"
     pack(plain, half, "lossless", 0.5)
     pack(plain, Store(tenth), "raw=8", 0.1)
-    for run, source, root in ((by_folder, "folder", plain), (by_pack, "pack", half)):
-        data = (f"data.source={source}", f"data.root={root}")
-        train = quick("train", "digits", *data, *words, f"run.dir={run}")
-        assert train.code == 0, train.err
+    pack_run = plain_job(tmp_path / "run", "pack", half)
     small, large = (len(scan(plain, HoldOut(share)).val) for share in (0.1, 0.5))
-    assert evaluate_here(capsys, by_folder)[0] == f"{small}/{small}"
-    assert main(["evaluate", str(by_folder), "data.source=pack", f"data.root={half}"]) == 2
-    assert "the images of the training with another split" in capsys.readouterr().err
-    path = next((by_folder / "checkpoints").iterdir())
-    contents = decode(read_verified(path), path)
-    for name, split in (("5", 5), ("text", {**contents["split"], "val_split": "half"})):  # no training's
-        save_checkpoint(tmp_path / name, {**contents, "split": split}, 1)
-        found = evaluate_here(capsys, tmp_path / name, "data.source=pack", f"data.root={half}")
-        assert found[0] == f"{large}/{large}"
-    expected = (f"{small}/{small}", f"the {small} validation images of the pack {tenth}")
-    assert evaluate_here(capsys, by_folder, "data.source=pack", f"data.root={tenth}") == expected
-    own = quick("evaluate", str(by_pack), "--nproc", "2")  # the other process gets the split from rank 0
-    assert own.done["images"] == f"{large}/{large}"
-    expected = (f"{large}/{large}", f"the {large} held-out images of {plain}")
-    assert evaluate_here(capsys, by_pack, "data.source=folder", f"data.root={plain}") == expected
+    half_pack, tenth_pack = (("data.source=pack", f"data.root={root}") for root in (half, tenth))
+    refused = evaluate_run(plain_run.folder, *half_pack, code=2)
+    assert "the images of the training with another split" in refused.error
+    found = count_and_description(plain_run.folder, *tenth_pack)
+    assert found == (f"{small}/{small}", f"the {small} validation images of the pack {tenth}")
+    save_checkpoint(tmp_path / "no-split", {**plain_run.contents(), "split": 5}, 1)
+    count = f"{large}/{large}"
+    assert count_and_description(tmp_path / "no-split", *half_pack)[0] == count
+    assert evaluate_run(pack_run.folder, world=2).done["images"] == count, "rank 0 tells the others"
+    found = count_and_description(pack_run.folder, "data.source=folder", f"data.root={plain}")
+    assert found == (count, f"the {large} held-out images of {plain}")
 
 
-def test_overrides_that_do_not_fit_the_checkpoint_are_refused(
-    plain_run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words in (["model.arch=resnet50"], ["data.source=synthetic", "data.num_classes=20"]):
-        assert main(["evaluate", str(plain_run), *words]) == 2
-        assert words[0] in capsys.readouterr().err
-
-
-def test_an_inconsistent_checkpoint_is_one_line(
-    plain_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes: list[tuple[dict[str, object], str]] = [
-        ({"model": {"fc.weight": torch.zeros(1)}}, "are not those of a shufflenet_v2_x0_5 with 10 classes"),
-        ({"config": None}, "'config'"), ({"classes": 5}, "'classes'"), ({"config": "recipe: ["}, "YAML"),
+def test_an_override_or_checkpoint_that_does_not_fit_is_one_line(plain_run: Job, tmp_path: Path) -> None:
+    for words in ("model.arch=resnet50", "data.source=synthetic data.num_classes=20", "data.val_split=0.5"):
+        assert words.split("=")[0] in evaluate_run(plain_run.folder, *words.split(), code=2).error
+    changes: list[tuple[str, object, str]] = [
+        ("model", {"fc.weight": torch.zeros(1)}, "are not those of a shufflenet_v2_x0_5 with 10 classes"),
+        ("config", None, "'config'"), ("classes", 5, "'classes'"), ("config", "recipe: [", "YAML"),
     ]  # fmt: skip
-    (path,) = (plain_run / "checkpoints").iterdir()
-    for number, (change, says) in enumerate(changes):
-        save_checkpoint(tmp_path / str(number), {**decode(read_verified(path), path), **change}, 7)
-        assert main(["evaluate", str(tmp_path / str(number))]) in (2, 4)
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
-        assert says in line
-
-
-def test_predict_takes_the_model_with_the_lower_loss_of_equals(tmp_path: Path) -> None:
-    losses = {1: 9, 2: 8, 3: 8, 4: 9}
-    rows = [{"step": step, "top1": 0.5, "loss": loss} for step, loss in losses.items()]
-    (tmp_path / "receipt.json").write_text(json.dumps({"evaluations": rows}))
-    (tmp_path / "checkpoints").mkdir()
-    for step in losses:
-        (tmp_path / f"checkpoints/step-{step:08d}.{'0' * 16}.pt").touch()
-    assert best_checkpoint(str(tmp_path)).name.startswith("step-00000002.")
+    for number, (name, value, says) in enumerate(changes):
+        save_checkpoint(tmp_path / str(number), {**plain_run.contents(), name: value}, 7)
+        refused = quick("evaluate", str(tmp_path / str(number)))
+        assert refused.code in (2, 4)
+        assert says in refused.error

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import random
 import re
 import subprocess
@@ -20,48 +19,28 @@ from PIL import Image
 
 from pipeline.addons.mlflow.model import export_model
 from pipeline.addons.models.picture import PictureModel
-from pipeline.cli.main import main
 from pipeline.config.load import from_yaml
 from pipeline.config.sections import Model
 from pipeline.data.augment import center_crop
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
-
-FORMATS = (("torch.export",), ("onnx",), ("safetensors",), ("torch.export", "--pixels"), ("onnx", "--pixels"))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1", "train.ema=0.9"]
-    return Job(tmp_path_factory.mktemp("runs") / "run", words).finished().folder
+    return Job(tmp_path_factory.mktemp("runs") / "run", words).finished()
 
 
 @pytest.fixture(scope="module")
-def onnx_file(run: Path) -> Path:
-    assert quick("export", str(run), "--to", "onnx").code == 0
-    return run / "export/step-00000001.onnx"
-
-
-@pytest.mark.parametrize("form", FORMATS, ids=" ".join)
-def test_an_exported_model_makes_the_same_predictions(
-    run: Path, tmp_path: Path, small_disk: Path, form: tuple[str, ...]
-) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    (tmp_path / "ordinary").touch()
-    result = quick("export", str(run), "--to", *form, "--out", str(tmp_path / "link"))
-    assert result.code == 0, result.err
-    told = r"(\S+): .* step 1; on 8 validation images and 4 of noise, .* more than (\S+)\n"
-    found = re.fullmatch(told, result.out)
-    assert found, result.out
-    assert float(found[2]) <= 1e-4
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "target").stat().st_mode == (tmp_path / "ordinary").stat().st_mode, "that of the umask"
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-    full = quick("export", str(run), "--to", *form, "--out", str(small_disk / "model"))
-    assert full.code == 4
-    assert full.error.startswith(f"{small_disk / 'model'} cannot be written: ")
-    assert list(small_disk.iterdir()) == []
+def exported(run: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the model in each format."""
+    folder = tmp_path_factory.mktemp("exported")
+    for form in ("torch.export", "onnx", "safetensors", "torch.export --pixels", "onnx --pixels"):
+        result = quick("export", str(run.folder), "--to", *form.split(), "--out", str(folder / form), code=0)
+        said = r".*: .* step 1; on 8 validation images and 4 of noise, .* more than (\S+)\n"
+        found = re.fullmatch(said, result.out)
+        assert found, result.out
+        assert float(found[1]) <= 1e-4
+    return folder
 
 
 class _Pixels(torch.nn.Module):
@@ -86,12 +65,16 @@ def test_an_exported_model_sees_the_pixels_of_validation(size: int, resize: int)
         assert (levels.abs() > 0.1).float().mean() < 0.005, (height, width)
 
 
-def program_of(page: str, file: str) -> str:
-    """Return the program that a page of the documentation writes to `file`."""
+def answer_of(page: str, file: str, *words: str, cwd: Path) -> str:
+    """Return the output of the program that a page of the documentation writes to `file`."""
     text = (Path(__file__).parent.parent / "docs" / page).read_text()
     found = re.search(rf"^cat > {re.escape(file)} <<'EOF'\n(.*?)^EOF$", text, re.MULTILINE | re.DOTALL)
     assert found
-    return found[1]
+    assert len(found[1].splitlines()) <= 15
+    imported = set(re.findall(r"^(?:from|import) (\w+)", found[1], re.MULTILINE))
+    assert imported - sys.stdlib_module_names <= {"numpy", "onnxruntime", "PIL"}
+    command = [sys.executable, "-c", found[1], *words]
+    return subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def make_photos(folder: Path, count: int) -> None:
@@ -110,115 +93,73 @@ def make_photos(folder: Path, count: int) -> None:
         photo.save(target, quality=draw.choice([40, 90]), progressive=draw.random() < 0.2, exif=exif)
 
 
-def test_the_lines_of_the_page_classify_a_folder_as_predict_does(
-    run: Path, onnx_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def top_classes(run: Job, images: Path) -> dict[str, dict[str, float]]:
+    result = quick("predict", str(run.folder), str(images), "--json", code=0)
+    return {
+        row["image"]: {top["class"]: top["probability"] for top in row["top"]}
+        for row in json.loads(result.out)["predictions"]
+    }
+
+
+def test_the_lines_of_the_page_classify_as_predict_does(run: Job, exported: Path, tmp_path: Path) -> None:
     make_photos(tmp_path / "photos", 300)
-    program = program_of("your-data.md", "classify.py")
-    assert len(program.splitlines()) <= 15
-    imported = set(re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE))
-    assert imported - sys.stdlib_module_names == {"numpy", "onnxruntime", "PIL"}
-    command = [sys.executable, "-c", program, str(onnx_file), "photos"]
-    answer = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
-    found = {}
-    for line in answer.stdout.splitlines():
-        path, name, share = line.split("\t")
-        found[str(tmp_path / path)] = (name, float(share))
-    assert main(["predict", str(run), str(tmp_path / "photos"), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["predictions"]
-    assert len(rows) == len(found) == 300
-    for row in rows:
-        name, share = found[row["image"]]
-        assert name == row["top"][0]["class"], row
-        assert share == pytest.approx(row["top"][0]["probability"], abs=5e-3)
+    lines = answer_of("your-data.md", "classify.py", str(exported / "onnx"), "photos", cwd=tmp_path)
+    expected = top_classes(run, tmp_path / "photos")
+    found = {path: (name, share) for path, name, share in (line.split("\t") for line in lines.splitlines())}
+    assert len(expected) == len(found) == 300
+    for path, (name, share) in found.items():
+        (best, probability), *_ = expected[str(tmp_path / path)].items()
+        assert (name, float(share)) == (best, pytest.approx(probability, abs=5e-3)), path
 
 
-def test_a_file_says_which_model_it_holds(run: Path, onnx_file: Path, tmp_path: Path) -> None:
-    (path,) = (run / "checkpoints").iterdir()
-    contents = decode(read_verified(path), path)
-    weights = json.loads((run / "receipt.json").read_text())["done"].rpartition("weights=")[2]
+def test_the_request_of_the_page_works_on_the_logged_model(run: Job, tmp_path: Path) -> None:
+    contents = run.contents()
+    export_model(contents, from_yaml(contents["config"], "test"), tmp_path / "model")
+    make_photos(tmp_path / "photos", 9)
+    photo = tmp_path / "photos/2/005.jpg"
+    request = answer_of("mlflow.md", "request.py", str(photo), cwd=tmp_path)
+    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    (shares,) = served.predict(np.array(json.loads(request)["inputs"], np.uint8))
+    for name, probability in top_classes(run, photo)[str(photo)].items():
+        assert shares[contents["classes"].index(name)] == pytest.approx(probability, abs=5e-3)
+
+
+def test_a_file_says_which_model_it_holds(run: Job, exported: Path) -> None:
+    weights = json.loads((run.folder / "receipt.json").read_text())["done"].rpartition("weights=")[2]
     expected = {
-        "classes": json.dumps(list("0123456789")), "data": contents["data"], "side": "32", "step": "1",
+        "classes": json.dumps(list("0123456789")), "data": run.contents()["data"], "side": "32", "step": "1",
         "thresholds": "null", "weights": weights,
     }  # fmt: skip
-    assert quick("export", str(run), "--to", "torch.export", "--out", str(tmp_path / "a.pt2")).code == 0
-    session = onnxruntime.InferenceSession(onnx_file)
+    session = onnxruntime.InferenceSession(exported / "onnx")
     found = session.get_modelmeta().custom_metadata_map
     assert expected.items() <= found.items()
     (given,), (answer,) = session.get_inputs(), session.get_outputs()
     assert (given.name, given.type, given.shape) == ("picture", "tensor(uint8)", ["height", "width", 3])
     assert (answer.name, answer.shape) == ("probabilities", [10])
     extra = {"metadata.json": ""}
-    program = torch.export.load(io.BytesIO((tmp_path / "a.pt2").read_bytes()), extra_files=extra).module()
+    torch.export.load(io.BytesIO((exported / "torch.export").read_bytes()), extra_files=extra)
     assert json.loads(extra["metadata.json"]) == found
-    picture = torch.randint(256, (3, 70, 50), dtype=torch.uint8)
-    ours = session.run(None, {"picture": picture.permute(1, 2, 0).numpy()})[0]
-    assert program(picture.permute(1, 2, 0)).tolist() == pytest.approx(ours.tolist(), abs=1e-5)
 
 
-def test_only_a_regular_file_is_written_by_default_in_the_folder_of_the_run(
-    run: Path, tmp_path: Path
-) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    result = quick("export", str(run), "--to", "safetensors", "--out", str(tmp_path / "pipe"))
-    assert result.code == 2
-    assert f"--out {tmp_path / 'pipe'} cannot be written: " in result.error
-    assert quick("export", str(run), "--to", "safetensors").code == 0
-    assert (run / "export/step-00000001.safetensors").is_file()
-
-
-def test_a_missing_library_is_named(run: Path, tmp_path: Path) -> None:
-    words = ("export", str(run), "--to", "onnx", "--out", str(tmp_path / "out"))
-    result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None")
-    assert result.code == 2
-    assert result.error.endswith("pip install onnxscript")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_model_whose_logits_are_not_finite_is_not_exported(run: Path, tmp_path: Path) -> None:
-    (path,) = (run / "checkpoints").iterdir()
-    contents = decode(read_verified(path), path)
+def test_a_model_that_cannot_be_exported_leaves_no_file(run: Job, tmp_path: Path) -> None:
+    contents = run.contents()
     contents["average"]["fc.bias"].fill_(math.nan)
     save_checkpoint(tmp_path / "broken", contents, 1)
-    result = quick("export", str(tmp_path / "broken"), "--to", "torch.export")
-    assert result.code == 3, result.err
-    assert "are not finite on 8 validation images" in result.error
+    words = ("export", str(tmp_path / "broken"), "--to", "onnx")
+    result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None", code=2)
+    assert result.error.endswith("pip install onnxscript")
+    assert "are not finite on 8 validation images" in quick(*words, code=3).error
     assert not (tmp_path / "broken/export").exists()
 
 
-def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A store that the command names is needed: then its outage ends the command."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    (path,) = (run / "checkpoints").iterdir()
-    contents = decode(read_verified(path), path)
+def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(run: Job, tmp_path: Path) -> None:
+    contents = run.contents()
+    env = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "AWS_ACCESS_KEY_ID": "x",
+           "AWS_SECRET_ACCESS_KEY": "x"}  # fmt: skip
     data = ("data.source=pack", "data.root=s3://bucket/pack")
     contents["config"] = from_yaml(contents["config"], "test", [*data]).to_yaml()
     save_checkpoint(tmp_path / "stored", contents, 1)
     words = ["export", str(tmp_path / "stored"), "--to", "safetensors"]
-    assert main(words) == 0
-    assert "on 4 images of noise" in capsys.readouterr().out
-    assert main([*words, *data]) == 75
-    assert "the store is out of reach" in capsys.readouterr().err
-
-
-def test_the_request_of_the_page_works_as_printed_on_the_logged_model(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (path,) = (run / "checkpoints").iterdir()
-    contents = decode(read_verified(path), path)
-    export_model(contents, from_yaml(contents["config"], "test"), tmp_path / "model")
-    make_photos(tmp_path / "photos", 9)
-    photo = str(tmp_path / "photos/2/005.jpg")
-    command = [sys.executable, "-c", program_of("mlflow.md", "request.py"), photo]
-    request = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
-    (found,) = served.predict(np.array(json.loads(request)["inputs"], np.uint8))
-    assert main(["predict", str(run), photo, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["predictions"]
-    for top in row["top"]:
-        share = found[contents["classes"].index(top["class"])]
-        assert share == pytest.approx(top["probability"], abs=5e-3)
+    assert "on 4 images of noise" in quick(*words, **env).out
+    needed = quick(*words, *data, code=75, **env)  # as the command names it
+    assert "the store is out of reach" in needed.error

@@ -1,7 +1,8 @@
-"""Fine-tuning: weights of classes, published weights, rates by layer, patience, a teacher."""
+"""Fine-tuning: first weights, frozen layers, class weights, rates by layer, patience, a teacher."""
 
 import pickle
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from harness import SMALL, Job, kill, quick
+from harness import SMALL, Job, assert_resumes, kill, quick
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from sklearn.utils.class_weight import compute_class_weight
@@ -35,21 +36,14 @@ from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.normalise import Normalise
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
 
-DIGITS = DataSize(1437, 360, 10)
-
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """Train a small model for a few steps, for others to begin with and to learn from."""
+def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=6"]
-    run = Job(tmp_path_factory.mktemp("first") / "run", words)
-    assert run.run_in_forks().code == 0
-    return run.folder
+    return Job(tmp_path_factory.mktemp("first") / "run", words).finished()
 
 
 @pytest.fixture
@@ -71,53 +65,41 @@ def test_the_loss_with_class_weights_is_torchs_with_a_mean_over_images(smoothing
     logits, labels = torch.randn(12, 5), torch.arange(12) % 5
     weights = torch.tensor([0.5, 1, 2, 4, 8])
     options = Train(label_smoothing=smoothing)
+
+    def per_image(labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits, labels, weights, reduction="none", label_smoothing=smoothing)
+
     loss = classification_loss(logits, Targets(labels), options, weights)
-    summed = functional.cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=smoothing)
-    torch.testing.assert_close(loss, summed / 12)
+    torch.testing.assert_close(loss, per_image(labels).mean())
     halves = [classification_loss(logits[i::2], Targets(labels[i::2]), options, weights) for i in (0, 1)]
     torch.testing.assert_close(torch.stack(halves).mean(), loss, msg="depends on the passes")
     partners, share = labels.flip(0), torch.rand(12)
     mixed = classification_loss(logits, Targets(labels, partners, share), options, weights)
-    parts = [
-        (share * weights[labels] * functional.cross_entropy(logits, labels, reduction="none")),
-        ((1 - share) * weights[partners] * functional.cross_entropy(logits, partners, reduction="none")),
-    ]
-    if not smoothing:
-        torch.testing.assert_close(mixed, sum(parts).mean())  # type: ignore[union-attr]
-    bce = classification_loss(logits, Targets(labels), Train(loss="bce"), weights)
-    target = functional.one_hot(labels, 5).float()
-    expected = functional.binary_cross_entropy_with_logits(
-        logits, target, pos_weight=weights, reduction="sum"
-    )
-    torch.testing.assert_close(bce, expected / 12)
+    expected = share * per_image(labels) + (1 - share) * per_image(partners)
+    torch.testing.assert_close(mixed, expected.mean())
 
 
 def test_balanced_weights_are_scikit_learns_and_a_file_names_each_class(tmp_path: Path) -> None:
-    labels = torch.tensor([0] * 7 + [1] * 2 + [3]).numpy()
-    source: Any = SimpleNamespace(
-        classes=("a", "b", "none", "d"), train=SimpleNamespace(labels=labels), label_sets=()
-    )
-    balanced, root = (
-        class_weights.tensor(load("digits", [f"train.class_weights={word}"]), source, torch.device("cpu"))
-        for word in ("balanced", "sqrt")
-    )
-    expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)
-    assert balanced is not None
-    assert root is not None
-    assert balanced[[0, 1, 3]].tolist() == pytest.approx(expected)
-    assert balanced[2] == 1
-    torch.testing.assert_close(root, balanced.sqrt())
-    for name, text in (
-        ("w.yaml", "a: 1\nb: 2.5\nnone: 1\nd: 8"),
-        ("w.json", '{"a": 1, "b": 2.5, "none": 1, "d": 8}'),
-    ):
-        (tmp_path / name).write_text(text)
-        config = load("digits", [f"train.class_weights={tmp_path / name}"])
+    labels, classes = np.array([0] * 7 + [1] * 2 + [3]), ("a", "b", "none", "d")
+    source: Any = SimpleNamespace(classes=classes, train=SimpleNamespace(labels=labels), label_sets=())
+
+    def found(words: str) -> torch.Tensor:
+        config = load("digits", [f"train.class_weights={words}"])
         config = from_yaml(config.to_yaml(), "the checkpoint")  # which needs no file
         class_weights.check(config, source)
-        found = class_weights.tensor(config, source, torch.device("cpu"))
-        assert found is not None
-        assert found.tolist() == [1, 2.5, 1, 8]
+        weights = class_weights.tensor(config, source, torch.device("cpu"))
+        assert weights is not None
+        return weights
+
+    balanced = found("balanced")
+    expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)
+    assert balanced[[0, 1, 3]].tolist() == pytest.approx(expected)
+    assert balanced[2] == 1
+    torch.testing.assert_close(found("sqrt"), balanced.sqrt())
+    (tmp_path / "w.yaml").write_text("a: 1\nb: 2.5\nnone: 1\nd: 8")
+    (tmp_path / "w.json").write_text('{"a": 1, "b": 2.5, "none": 1, "d": 8}')
+    for name in ("w.yaml", "w.json"):
+        assert found(f"{tmp_path / name}").tolist() == [1, 2.5, 1, 8]
 
 
 FINE_TUNING = (
@@ -129,21 +111,14 @@ FINE_TUNING = (
 )  # fmt: skip
 
 
-def fine_tune(folder: Path, digits: Path, first: Path, world: int) -> Job:
+def fine_tune(folder: Path, digits: Path, teacher: Path, world: int) -> Job:
     words = ["digits", f"data.root={digits}", *SMALL, *FINE_TUNING]
-    return Job(folder, [*words, f"model.init={first}", f"model.teacher={first}"], nproc=world)
+    return Job(folder, [*words, f"model.init={teacher}", f"model.teacher={teacher}"], nproc=world)
 
 
-def weights_at(run: Path, step: int) -> dict[str, torch.Tensor]:
-    path = next((run / "checkpoints").glob(f"step-{step:08}.*.pt"))
-    found: dict[str, torch.Tensor] = decode(read_verified(path), path)["model"]
-    return found
-
-
-def test_a_fine_tuning_that_ends_early_is_the_same_at_any_number_of_processes_and_when_killed(
-    tmp_path: Path, digits: Path, first: Path
-) -> None:
-    alone = fine_tune(tmp_path / "alone", digits, first, 1)
+def test_a_fine_tuning_is_the_same_at_any_world_size(tmp_path: Path, digits: Path, first: Job) -> None:
+    teacher = Path(shutil.copytree(first.folder, tmp_path / "teacher"))
+    alone = fine_tune(tmp_path / "alone", digits, teacher, 1)
     expected = alone.run_in_forks()
     step = int(expected.done["step"])
     assert 12 <= step < 60, "not before the warm-up and the frozen steps have ended"
@@ -151,57 +126,50 @@ def test_a_fine_tuning_that_ends_early_is_the_same_at_any_number_of_processes_an
     losses = {at: loss for at, _, loss in alone.journal("val/loss")}
     best = min(losses, key=lambda at: losses[at])
     assert best_checkpoint(str(alone.folder)).name.startswith(f"step-{best:08}"), losses
-    before = weights_at(first, 6)
+    before = first.contents()["model"]
     for at, changed in ((6, {"fc.weight", "fc.bias"}), (9, {*before})):
-        found = weights_at(alone.folder, at)
+        found = alone.contents(at)["model"]
         assert {name for name in before if not torch.equal(before[name], found[name])} == changed
 
     for world in (2, 4):
-        assert fine_tune(tmp_path / f"world-{world}", digits, first, world).run_in_forks().out == expected.out
-    killed = fine_tune(tmp_path / "killed", digits, first, 2)
+        again = fine_tune(tmp_path / f"world-{world}", digits, teacher, world).run_in_forks()
+        assert again.out == expected.out
+    killed = fine_tune(tmp_path / "killed", digits, teacher, 2)
     for at in sorted(random.Random(39).sample(range(1, step), 2)):
         killed.start().wait_for_step(at)
         for rank in killed.ranks():
             kill(rank, signal.SIGKILL)
         killed.wait_gone(5)
         killed.nproc = 3 - killed.nproc
-    resumed = killed.run_in_forks()
-    assert resumed.out == expected.out
+    assert killed.run_in_forks().out == expected.out
     assert killed.trace() == alone.trace()
     again = killed.run_in_forks()
-    assert (again.code, again.out) == (0, expected.out)
-    assert "already finished" in again.err
+    assert (again.out, "already finished" in again.err) == (expected.out, True)
 
-    assert decode(read_verified(killed.checkpoints()[-1]), "")["teacher"] == weights_digest(before)
-    for word, line in (
-        ("train.patience=3", "train.patience: 2 -> 3"),
-        ("model.freeze_until=9 steps", "model.freeze_until: 6 steps -> 9 steps"),
-    ):
-        refused = quick("train", *killed.arguments, word, f"run.dir={killed.folder}")
-        assert refused.code == 2
-        assert line in refused.error
-    shutil.copytree(alone.folder / "checkpoints", first / "checkpoints", dirs_exist_ok=True)
-    refused = killed.run_in_forks()
-    assert refused.code == 2
+    assert killed.contents()["teacher"] == weights_digest(before)
+    for word, line in {
+        "train.patience=3": "train.patience: 2 -> 3",
+        "model.freeze_until=9 steps": "model.freeze_until: 6 steps -> 9 steps",
+    }.items():
+        assert line in quick(*killed.train_words(), word, code=2).error
+    shutil.copytree(alone.folder / "checkpoints", teacher / "checkpoints", dirs_exist_ok=True)
+    refused = quick(*killed.train_words(), code=2)
     assert "other weights than the teacher that the run was started with" in refused.error
 
 
-def test_published_weights_come_from_the_hubs_cache_and_say_what_they_were_trained_with(
-    hub: torch.nn.Module,
-) -> None:
+def test_published_weights_say_what_they_were_trained_with(hub: torch.nn.Module) -> None:
     words = ["data.source=synthetic", "model.arch=timm/test_vit", "model.init=timm"]
     config = load("digits", words)
     assert config.model.mean == config.model.std == (0.5, 0.5, 0.5)
     assert (config.augment.size, config.evaluate.resize) == (32, 32), "as the recipe says"
-    plan = make_plan(config, World(), DIGITS)
+    plan = make_plan(config, World(), DataSize(1437, 360, 10))
     assert "mean and deviation (0.5, 0.5, 0.5) and (0.5, 0.5, 0.5), model.init=timm" in table(plan)
     black = Normalise(torch.device("cpu"), config.model)(torch.zeros((1, 3, 1, 1), dtype=torch.uint8))
     assert black.flatten().tolist() == [-1, -1, -1]
-    own = load("resnet50-90", [*words[1:], "model.mean=[0.1,0.2,0.3]", "augment.size=120"])
-    assert own.model.mean == (0.1, 0.2, 0.3)
-    assert own.evaluate.resize == 256, "as the recipe says"
     found = load("vit-s16", ["model.arch=resnet50", "model.init=torchvision", "augment.size=112"])
     assert (found.augment.size, found.evaluate.resize, found.model.mean) == (112, 256, (0.485, 0.456, 0.406))
+    own = load("resnet50-90", [*words[1:], "model.mean=[0.1,0.2,0.3]", "augment.size=120"])
+    assert (own.model.mean, own.evaluate.resize) == ((0.1, 0.2, 0.3), 256), "as given, and as the recipe says"
 
     options = Model(arch="timm/test_vit", init="timm")
     for args, size in (({}, 101), ({"img_size": 32}, 5)):
@@ -222,9 +190,7 @@ def test_published_weights_come_from_the_hubs_cache_and_say_what_they_were_train
         pretrained.read(options, hub)
 
 
-def test_a_teacher_sees_its_own_normalisation_and_must_have_the_classes_of_the_data(
-    hub: torch.nn.Module, first: Path
-) -> None:
+def test_a_teacher_has_its_own_normalisation_and_the_datas_classes(hub: torch.nn.Module, first: Job) -> None:
     names = ImageNetInfo().label_names()
     config = load("digits", ["model.teacher=timm/test_vit"])
     group = Group(World(), torch.device("cpu"))
@@ -237,8 +203,7 @@ def test_a_teacher_sees_its_own_normalisation_and_must_have_the_classes_of_the_d
     for given, classes, line in (
         ("timm/test_vit", names[1:], "has the class 'n01440764' where the data has 'n01443537'"),
         ("timm/test_vit", names[:-1], "has the class 'n15075141' where the data has 'missing'"),
-        (str(first), [*"0123456789"][::-1], "has the class '0' where the data has '9'"),
-        (str(first / "nowhere"), names, "nowhere does not exist"),
+        (str(first.folder), [*"0123456789"][::-1], "has the class '0' where the data has '9'"),
     ):
         with pytest.raises(RunError, match=line):
             teacher.Teacher(load("digits", [f"model.teacher={given}"]), tuple(classes), [160], group)
@@ -252,20 +217,17 @@ def test_a_teacher_sees_its_own_normalisation_and_must_have_the_classes_of_the_d
     torch.testing.assert_close(loss, 0.75 * torch.tensor(2.0) + 0.25 * 9 * divergence)
 
 
-def rates(model: torch.nn.Module, groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    names = {id(param): name for name, param in model.named_parameters()}
-    return {
-        names[id(param)]: (group["lr_scale"], group["weight_decay"])
-        for group in groups
-        for param in group["params"]
-    }
-
-
 def test_each_layer_has_its_rate_by_timms_groups_or_by_the_blocks_of_torchvision() -> None:
     vit = timm.create_model("test_vit")
-    expected = param_groups_layer_decay(vit, 0.05, vit.no_weight_decay(), layer_decay=0.5)
+    names = {id(param): name for name, param in vit.named_parameters()}
+
+    def rates(groups: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+        params = [(names[id(param)], group) for group in groups for param in group["params"]]
+        return {name: (group["lr_scale"], group["weight_decay"]) for name, group in params}
+
     options = Optimizer(layer_decay=0.5, weight_decay=0.05)
-    assert rates(vit, parameter_groups(vit, options)) == rates(vit, expected)
+    expected = param_groups_layer_decay(vit, 0.05, vit.no_weight_decay(), layer_decay=0.5)
+    assert rates(parameter_groups(vit, options)) == rates(expected)
     resnet = models.resnet18()
     found = rate_scales(resnet, Optimizer(layer_decay=0.5, head_lr=0.7, lr=0.1))
     assert found["fc.weight"] == pytest.approx(7)
@@ -277,35 +239,30 @@ def test_each_layer_has_its_rate_by_timms_groups_or_by_the_blocks_of_torchvision
     assert "lr_scale" not in parameter_groups(resnet, Optimizer())[0], "as in checkpoints of before"
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("train.class_weights=nosuch.yaml", "train.class_weights=nosuch.yaml cannot be read: No such file"),
-        ("train.class_weights={0: 1, 1: 2}", "'2' has no weight"),
-        ("train.class_weights=weights.yaml", "class '5' has the weight '-1': give a number"),
-        ("train.class_weights=unknown.yaml", "'ten' is no class of the data"),
-        ("train.watch=val/map", "train.watch=val/map needs several labels"),
-        ("train.patience=0", "train.patience=0 is not allowed"),
-        ("train.distill=[2,1]", "train.distill=2 is not allowed"),
-        ("optimizer.layer_decay=1.5", "optimizer.layer_decay=1.5 is not allowed"),
-        ("optimizer.head_lr=1 parallel=stages", "does not support optimizer.layer_decay or head_lr"),
-        ("model.freeze_until=1_epoch", "model.freeze_until needs model.freeze"),
-        ("model.init=timm", "model.init=timm does not fit model.arch=resnet18"),
-        ("model.init=torchvision model.arch=resnet18_cifar", "Unknown model resnet18_cifar"),
-        ("model.teacher=x train.loss=bce", "model.teacher needs train.loss=ce"),
-        ("model.teacher=nowhere", "nowhere does not exist"),
-    ],
-)
-def test_a_wrong_request_ends_with_one_line(tmp_path: Path, digits: Path, words: str, line: str) -> None:
-    weights = {str(number): "1" for number in range(10)}
-    for name, more in (("weights", {"5": "-1"}), ("unknown", {"ten": "1"})):
-        text = "\n".join(f"{key}: {value}" for key, value in (weights | more).items())
-        (tmp_path / f"{name}.yaml").write_text(text)
-    given = [word.replace("_epoch", " epoch") for word in words.split(" ")]
-    if "{" in words:
-        given = [words]
-    result = quick(
-        "train", "digits", f"data.root={digits}", "track.uri=none", "data.workers=0", *given, cwd=tmp_path
-    )
-    assert result.code == 2, result.err
-    assert line in result.error
+def test_a_run_starts_with_weights_of_another(tmp_path: Path, digits: Path, first: Job) -> None:
+    before = first.contents()["model"]
+    init = f"model.init={first.folder}"
+    other = ["digits", *SMALL, "data.source=synthetic", "data.num_classes=7", "data.num_images=96"]
+    no_training = ["train.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup=0"]
+    second = Job(tmp_path / "second", [*other, "data.workers=0", *no_training, init], nproc=2)
+    assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in second.finished().log()
+    after = second.contents()["model"]
+    assert after["fc.weight"].shape[0] == 7
+    matching = [name for name in before if not re.search(r"^fc\.|running|num_", name)]
+    assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in matching)
+
+    words = [*first.arguments[:-1], init, "model.freeze=backbone", "train.epochs=1", "run.seed=1"]
+    uninterrupted = assert_resumes(tmp_path, [*words, "evaluate.every=6 steps"], 13)
+    assert "frozen: 10,250 of 352,042 weights are trained" in uninterrupted.log()
+    after = uninterrupted.contents()["model"]
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {"fc.weight", "fc.bias"}
+
+
+def test_with_a_frozen_backbone_only_the_head_is_trained() -> None:
+    transformer = models.VisionTransformer(32, 16, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
+    deit = build(Model(arch="timm/deit_tiny_distilled_patch16_224", args={"img_size": 32}), 10)
+    cases = ((models.resnet18(), ("fc",)), (transformer, ("heads.head",)), (deit, ("head", "head_dist")))
+    for model, heads in cases:
+        pretrained.freeze(model, "backbone")
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        assert trained == {f"{head}.{part}" for head in heads for part in ("weight", "bias")}

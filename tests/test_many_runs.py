@@ -6,17 +6,11 @@ from pathlib import Path
 
 import pytest
 from harness import SMALL, Job, bench, quick
-from mlflow.entities import Run
 from server import Server, tracked_job
 
 
 def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
     return tracked_job(folder, digits, f"track.uri={server.uri}", "train.max_steps=8", *more)
-
-
-def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Job, Run]:
-    run = job(folder, digits, server, *more).finished()
-    return run, server.run_of(run)
 
 
 @pytest.mark.full
@@ -36,12 +30,11 @@ def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: P
     assert runs[parent].info.status == "FINISHED"
 
 
-def test_runs_name_their_changes_predecessor_and_verification(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
-    first, before = finished(tmp_path / "first", digits, server)
+def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, server: Server) -> None:
+    first = job(tmp_path / "first", digits, server).finished()
+    before = server.run_of(first)
     words = (f"run.resume={first.folder}", "train.max_steps=12", "checkpoint.keep=2")
-    _, after = finished(tmp_path / "second", digits, server, *words)
+    after = server.run_of(job(tmp_path / "second", digits, server, *words).finished())
     changes = set(after.data.tags["changes"].split()) - set(before.data.tags["changes"].split())
     assert "train.max_steps=12" in changes
     assert "checkpoint.keep=2" not in changes
@@ -52,8 +45,7 @@ def test_runs_name_their_changes_predecessor_and_verification(
     listing = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
     not_named = quick("verify", str(first.folder), "--steps", "8")
     assert f"not noted in MLflow: set MLFLOW_TRACKING_URI={server.uri} if " in not_named.err
-    verified = quick("verify", str(first.folder), MLFLOW_TRACKING_URI=server.uri)
-    assert verified.code == 0, verified.err
+    verified = quick("verify", str(first.folder), code=0, MLFLOW_TRACKING_URI=server.uri)
     assert f"noted in MLflow at {server.uri}" in verified.err
     assert f"on {socket.gethostname()}: identical: " in server.run_of(first).data.tags["verified"]
     assert {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")} == listing
@@ -62,10 +54,9 @@ def test_runs_name_their_changes_predecessor_and_verification(
 def test_two_senders_send_each_metric_once(tmp_path: Path, digits: Path, server: Server) -> None:
     run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none").start()
     run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
-    by_hand = quick("sync", str(run.folder))
-    assert by_hand.code == 75, "beside a live sender it sends nothing"
+    by_hand = quick("sync", str(run.folder), code=75)  # beside a live sender it sends nothing
     assert f" on {socket.gethostname()} since " in by_hand.error
     run.send(signal.SIGKILL)  # the sender outlives its training
-    assert quick("sync", str(run.folder)).code == 0  # waits until the sender has noticed
+    quick("sync", str(run.folder), code=0)  # waits until the sender has noticed
     server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"

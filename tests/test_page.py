@@ -1,79 +1,58 @@
-"""The web page of a run is one file that opens anywhere and shows what the run's folder holds."""
+"""The figures and the page of a run show what its folder holds; the page opens anywhere."""
 
 import json
 import re
 import shlex
-from collections.abc import Iterator
+import shutil
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from browser import NO_BROWSER, Browser, find_program
+from harness import SMALL, Job, quick
+from matplotlib.text import Text
 
-from pipeline.addons.report import evaluations
-from pipeline.addons.report.evaluations import SavedEvaluation, save_augmented, save_evaluation
+from pipeline.addons.report import evaluations, figures
+from pipeline.addons.report.figures import EVALUATION_FIGURES
 from pipeline.addons.report.page import render_page
 from pipeline.addons.report.predictions import Predictions
-from pipeline.cli.main import main
-from pipeline.config.load import load
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.world import World
 
-HOSTILE = "<script>alert(1)</script>"
-CLASSES = [HOSTILE, '"><img src="https://example.org/x.png">', "a long name " * 12]
-DONE = "done step=28 epoch=2 top1=0.6667 top5=0.9833 images=3/3 weights=sha256:4f0c"
-FIGURES = [word.partition("=")[2] for word in DONE.split()[1:]]
-SECTIONS = [
-    "curves", "confusion", "classes", "reliability", "mistakes", "augmentation", "time", "evaluations",
-    "receipt", "commands", "configuration",
-]  # fmt: skip
+HOSTILE = ["<script>alert(1)<script>", '"><img src="x.png">']
+SECTIONS = ["curves", "confusion", "classes", "reliability", "mistakes", "augmentation", "time",
+            "evaluations", "receipt", "commands", "configuration"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """Return a finished run whose classes have hostile names."""
+    root = tmp_path_factory.mktemp("page")
+    for split in ("train", "val"):
+        for digit, name in enumerate(HOSTILE):
+            shutil.copytree(digits / split / str(digit), root / "data" / split / name)
+    words = ["digits", "data.source=folder", f"data.root={root / 'data'}", *SMALL, "track.report=true"]
+    return Job(root / "run", [*words, "data.workers=0", "train.max_steps=6"], nproc=2).finished()
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return the folder of a finished run, made by hand, with hostile class names."""
-    run = RunFolder(tmp_path / "my run")
-    run.path.mkdir()
-    config = load("digits", ["run.deterministic=true"])
-    plan = make_plan(config, World(size=2, local_size=2), DataSize(1437, 3, 3))
-    run.config.write_text(config.to_yaml())
-    run.plan.write_text(json.dumps(plan.to_dict()))
-    predictions = Predictions(
-        np.array([0, 1, 2], np.int32), np.array([0, 0, 2], np.int32), np.ones(3, np.float32)
-    )
-    pixels = np.zeros((1, 3, 8, 8), np.uint8)
-    save_evaluation(run, 28, SavedEvaluation(predictions, CLASSES, np.array([1]), pixels))
-    save_augmented(run, pixels, CLASSES[:1])
-    scores = {"top1": 2 / 3, "top5": 0.98, "loss": 0.5, "images": "3/3"}
-    evaluated = {"step": 28, "weights": "sha256:4f0c", **scores}
-    tags = {"world": 2, "epochs": 2, "data": "1f2e", "version": "0.2", "device": "<b>GPU</b>"}
-    times = {"time/epoch_s": 8.0, "time/data_s": 6.0, "time/copy_s": 2.0, "time/images_per_s": 300.0}
-    rows = [
-        {"time": 1_795_411_905_407, "event": "created", "run": "6c0d"},
-        {"time": 1_795_411_905_415, "event": "started", "step": 0, "resumed": False, "tags": tags},
-        {"time": 1_795_411_907_000, "step": 5,
-         "metrics": {"train/loss": 2.3, "train/top1": 0.1, "train/lr": 0.01}},
-        {"time": 1_795_411_908_000, "step": 14, "metrics": times},
-        {"time": 1_795_411_909_000, "event": "evaluated", **evaluated},
-        {"time": 1_795_411_910_000, "event": "ended", "status": "FINISHED", "step": 28,
-         "line": DONE, "best": None},
-    ]  # fmt: skip
-    run.journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["report", str(run.path)]) == 0
-    return run.path
+def folder(run: Job, tmp_path: Path) -> Path:
+    copy = Path(shutil.copytree(run.folder, tmp_path / "my run"))
+    quick("report", str(copy), code=0)
+    return copy
 
 
 class Page(HTMLParser):
-    """The elements and texts of a page."""
+    """The elements and texts of the page of a run's folder, made now."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
-        self.feed((folder / "report" / "index.html").read_text())
+        self.source = render_page(RunFolder(folder))
+        self.feed(self.source)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes)))
@@ -84,95 +63,121 @@ class Page(HTMLParser):
     def all(self, tag: str) -> list[dict[str, str | None]]:
         return [attributes for name, attributes in self.elements if name == tag]
 
+    def sections(self) -> list[str | None]:
+        return [section["id"] for section in self.all("section")]
 
-def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None:
+
+def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path, run: Job) -> None:
     page = Page(folder)
-    assert [section["id"] for section in page.all("section")] == SECTIONS
-    assert {*FIGURES, "finished", "75.0 %", "6.0 s"} <= set(page.texts)
-    run = shlex.quote(str(folder))
-    again = shlex.quote(f"{folder}-again")
-    repeat = f"pipeline train {shlex.quote(f'{folder}/config.yaml')} run.dir={again} --nproc 2"
-    assert {repeat, f"pipeline verify {run}"} <= set(page.texts)
-    for name in CLASSES[:2]:
-        assert name in page.texts, "a class's name is text"
-    assert "<b>GPU</b>" in page.texts
+    assert page.source == (folder / "report" / "index.html").read_text(), "the same bytes again"
+    assert page.sections() == SECTIONS
+    config, again = shlex.quote(f"{folder}/config.yaml"), shlex.quote(f"{folder}-again")
+    repeat = f"pipeline train {config} run.dir={again} --nproc 2"
+    figures = [word.partition("=")[2] for word in run.output().split()[1:]]
+    expected = {*figures, "finished", repeat, f"pipeline verify {shlex.quote(str(folder))}"}
+    assert expected | {*HOSTILE} <= set(page.texts), "a class's name is text"
     forbidden = {"script", "link", "iframe", "object", "a", "base", "form"}
     assert not {tag for tag, _ in page.elements} & forbidden
     assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img"))
-    assert len(page.all("img")) == 6, "four pictures, a mistake and an augmented image"
+    assert len(page.all("img")) >= 6, "four pictures, mistakes and augmented images"
     names = {name for _, attributes in page.elements for name in attributes}
     assert not {name for name in names if name.startswith("on") or name in ("href", "srcset", "background")}
-    assert not re.search(r"url\(|@import", (folder / "report" / "index.html").read_text())
+    assert not re.search(r"url\(|@import", page.source)
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     assert {"http-equiv": "Content-Security-Policy", "content": policy} in page.all("meta")
-    assert render_page(RunFolder(folder)) == (folder / "report" / "index.html").read_text(), (
-        "the same bytes again"
-    )
 
 
-def test_a_missing_or_damaged_part_is_left_out_and_named(folder: Path) -> None:
-    (folder / "plan.json").write_text("{")
-    (folder / "report" / "curves.png").unlink()
-    (folder / "report" / "classes.png").unlink()
-    saved = folder / "report" / "data" / "step-00000028.npz"
-    saved.write_bytes(saved.read_bytes()[:100])
-    saved.with_stem("step-00000028 (copy)").touch()
-    assert evaluations.saved_evaluations(folder / "report") == [saved]
-    (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
-    page = Page(folder)
-    shown = ["confusion", "reliability", "augmentation", "time", "configuration", "left-out"]
-    assert [section["id"] for section in page.all("section")] == shown
-    named = {"summary", "curves", "frequent confusions", "accuracy of each class", "mistakes", "commands"}
-    assert named <= set(page.texts)
-
-
-@pytest.mark.parametrize("damage", [{"weights": 5}, {"loss": "low"}, {"top1": "high"}])
-def test_a_damaged_evaluation_is_left_out_and_named(folder: Path, damage: dict[str, object]) -> None:
-    row = {"time": 1, "event": "evaluated", "step": 30, "weights": "", "top1": 0.9, "images": "3/3"}
-    with open(folder / "journal.jsonl", "a") as journal:
-        journal.write(json.dumps(row | damage) + "\n")
-    (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
-    page = Page(folder)
-    shown = [section for section in SECTIONS if section != "evaluations"]
-    assert [section["id"] for section in page.all("section")] == [*shown, "left-out"]
-    assert "evaluations" in page.texts
-
-
-def test_an_evaluation_that_unpacks_to_too_many_bytes_is_not_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluations, "_MAX_BYTES", 100)
-    with pytest.raises(ValueError, match="would unpack to"):
-        evaluations.last_evaluation(folder / "report")
-
-
-def test_a_run_that_has_just_started_has_a_page(folder: Path) -> None:
+def test_a_damaged_part_is_left_out_and_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = folder / "journal.jsonl"
-    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
-    assert main(["report", str(folder)]) == 0
+    rows = journal.read_text()
+    for damage in ({"weights": 5}, {"loss": "low"}, {"top1": "high"}):
+        row = {"time": 1, "event": "evaluated", "step": 30, "weights": "", "top1": 0.9, "images": "3/3"}
+        journal.write_text(rows + json.dumps(row | damage) + "\n")
+        page = Page(folder)
+        assert page.sections() == [*(name for name in SECTIONS if name != "evaluations"), "left-out"]
+        assert "evaluations" in page.texts
+    journal.write_text("".join(rows.splitlines(keepends=True)[:2]))
     page = Page(folder)
-    assert "running or killed" in page.texts
-    assert DONE not in page.texts
+    assert "running or killed" in page.texts, "a run that has just started has a page"
+    assert "finished" not in page.texts
+
+    (saved,) = evaluations.saved_evaluations(folder / "report")
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "_MAX_BYTES", 100)
+        assert "mistakes" not in Page(folder).sections(), "it would unpack to too many bytes"
+    for name in ("plan.json", "report/curves.png", "report/classes.png"):
+        (folder / name).unlink()
+    whole = saved.read_bytes()
+    for damage in (lambda: saved.write_bytes(whole[:100]), lambda: np.savez(saved, labels=np.array([{}]))):
+        damage()
+        log = quick("report", str(folder), code=0).err
+        assert log.count(f"cannot be drawn: {saved.name} is damaged") == len(EVALUATION_FIGURES)
+        page = Page(folder)
+        assert not {"classes", "mistakes", "commands"} & {*page.sections()}
+        assert {"summary", "frequent confusions", "accuracy of each class", "commands"} <= set(page.texts)
+    not_started = quick("report", str(folder / "report"), code=2)
+    assert "is not the folder of a run that has started" in not_started.error
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_program()
-    if program is None:
-        pytest.skip(NO_BROWSER)
-    browser = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
+# seven images, one of which cannot be decoded
+PREDICTIONS = Predictions(
+    np.array([0, 1, 2, 2, 1, -1, 0], np.int32),
+    np.array([0, 2, 2, 1, 0, 1, 2], np.int32),
+    np.array([0.9, 0.4, 0.8, 0.95, 0.6, 0.99, 0.6], np.float32),
+)
 
 
-def test_the_page_opens_in_a_browser_without_a_network(folder: Path, browser: Browser) -> None:
+def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once() -> None:
+    # most confident first, equal ones in order; a bad image is no mistake
+    assert evaluations.most_confident_mistakes(PREDICTIONS, 3).tolist() == [3, 4, 6]
+    matrix = evaluations.confusion_matrix(PREDICTIONS, np.arange(3))
+    assert matrix.tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+    # class 0 has one false negative and one false positive
+    assert evaluations.most_confused_classes(PREDICTIONS, 3, 2).tolist() == [1, 2]
+    assert evaluations.confusion_matrix(PREDICTIONS, np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
+    assert evaluations.most_frequent_confusions(PREDICTIONS, 1) == [(0, 2, 1)]
+    assert [numbers.tolist() for numbers in PREDICTIONS.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
+
+
+def draw(predictions: Predictions, classes: list[str]) -> list[bytes]:
+    pixels = np.empty((0, 3, 8, 8), np.uint8)
+    evaluation = evaluations.SavedEvaluation(predictions, classes, np.empty(0, np.int64), pixels)
+    return [make(evaluation, "step 12") for make in EVALUATION_FIGURES.values()]
+
+
+def test_figures_say_what_their_numbers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    make = figures._figure
+    monkeypatch.setattr(figures, "_figure", lambda *size: drawn.append(make(*size)) or drawn[-1])
+    draw(PREDICTIONS, ["$5", "日本", "i" * 200])
+    confusion, classes, reliability = [{text.get_text() for text in figure.findobj(Text)} for figure in drawn]
+    names = {"$5", "class 1", "i" * 23 + "…"}
+    assert {"true class", "predicted class", "1", *names} <= confusion
+    assert {"0/2", "1/2", *names} <= classes
+    assert any("expected calibration error 0.4750, 15 bins" in text for text in reliability)
+
+    labels, predicted = np.random.default_rng(0).integers(0, 20_000, (2, 100_000), np.int32)
+    many = Predictions(labels, predicted, np.ones(100_000, np.float32))
+    for png in draw(many, [f"class {label}" for label in range(20_000)]):
+        assert png.startswith(b"\x89PNG")
+
+
+def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> None:
+    classes = ["a/b", "a:b", "..", ".", "c.d", "plain"]
+    labels = np.arange(len(classes), dtype=np.int32)
+    recalls = Predictions(labels, labels, np.ones(len(classes))).by_class(classes)
+    assert list(recalls) == [f"recall/{name}" for name in ("a_b_0", "a_b_1", ".._2", "._3", "c.d", "plain")]
+
+
+def test_the_page_opens_in_a_browser_without_a_network(folder: Path, tmp_path: Path) -> None:
     address = (folder / "report" / "index.html").as_uri()
-    for width in (400, 1200):
-        browser.requests.clear()
-        browser.open(address, width, 900)
-        text = browser.evaluate("document.body.innerText")
-        assert all(figure in text for figure in (*FIGURES, HOSTILE))
-        assert browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)") == [True] * 6
-        assert browser.evaluate("document.scripts.length") == 0
-        assert browser.evaluate("document.documentElement.scrollWidth") == width, "no horizontal overflow"
-        assert {request for request in browser.requests if not request.startswith("data:")} == {address}
+    program = find_program() or pytest.skip(NO_BROWSER)
+    with closing(Browser(program, tmp_path / "profile")) as browser:
+        for width in (400, 1200):
+            browser.requests.clear()
+            browser.open(address, width, 900)
+            assert HOSTILE[0] in browser.evaluate("document.body.innerText")
+            assert all(browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)"))
+            assert browser.evaluate("document.scripts.length") == 0
+            assert browser.evaluate("document.documentElement.scrollWidth") == width, "no overflow"
+            assert {name for name in browser.requests if not name.startswith("data:")} == {address}

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import save_checkpoint
+from harness import Result, quick, save_checkpoint
 from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
 from pipeline.addons.datasets.images import decode
-from pipeline.cli.main import main
 from pipeline.config.load import load
 
 ARCH = "shufflenet_v2_x0_5"
@@ -44,17 +43,17 @@ def predict_probabilities(checkpoint: Path, files: list[Path]) -> torch.Tensor:
     model = get_model(ARCH, num_classes=10).eval()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files])
+    images = normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     with torch.inference_mode():
-        return softmax(
-            model(normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1
-        )
+        return softmax(model(images), 1)
 
 
-def test_the_predictions_are_those_of_the_model(
-    run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", str(run_dir), str(digits / "val"), "--json"]) == 0
-    output = json.loads(capsys.readouterr().out)
+def predict(run: Path, images: Path, *words: str, code: int = 0) -> Result:
+    return quick("predict", str(run), str(images), *words, code=code)
+
+
+def test_the_predictions_are_those_of_the_model(run_dir: Path, digits: Path) -> None:
+    output = json.loads(predict(run_dir, digits / "val", "--json").out)
     assert output["bad"] == []
     files = sorted((digits / "val").glob("*/*.png"))
     assert [row["image"] for row in output["predictions"]] == [str(file) for file in files]
@@ -66,36 +65,24 @@ def test_the_predictions_are_those_of_the_model(
         assert list(found.values()) == pytest.approx(shares.tolist(), abs=1e-5, rel=1e-4)
 
 
-def test_a_bad_image_is_named_and_the_others_are_predicted(
-    run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    good = next((digits / "val" / "3").iterdir()).read_bytes()
-    (tmp_path / "torn.png").write_bytes(good[:40])
-    (tmp_path / "good.png").write_bytes(good)
-    (tmp_path / "notes.txt").write_text("not an image")
-    assert main(["predict", str(run_dir), str(tmp_path)]) == 0
-    captured = capsys.readouterr()
-    (row,) = captured.out.splitlines()
-    assert row.startswith(str(tmp_path / "good.png"))
-    assert row.count("digit ") == 5
-    assert f"bad image {tmp_path / 'torn.png'}: " in captured.err
-    assert "left out: 1 .txt" in captured.err
-
-
-def test_rows_are_those_of_json_and_a_killed_command_continues_its_file(
-    run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_image_is_named_and_a_file_continued(run_dir: Path, image: Path, tmp_path: Path) -> None:
     photos, out = tmp_path / "photos", tmp_path / "out.csv"
-    shutil.copytree(digits / "val" / "3", photos / "a, b")
-    (photos / "torn.png").write_bytes(next((photos / "a, b").iterdir()).read_bytes()[:40])
-    words = ["predict", str(run_dir), str(photos)]
-    assert main([*words, "--json"]) == 0
-    output = json.loads(capsys.readouterr().out)
-    assert main([*words, "--csv"]) == 0
-    shown = capsys.readouterr().out
+    shutil.copytree(image.parent, photos / "a, b")
+    (photos / "torn.png").write_bytes(image.read_bytes()[:40])
+    (photos / "notes.txt").write_text("not an image")
+    text = predict(run_dir, photos)
+    first, *_ = text.out.splitlines()
+    assert first.startswith(str(photos / "a, b"))
+    assert first.count("digit ") == 5
+    assert f"bad image {photos / 'torn.png'}: " in text.err
+    assert "left out: 1 .txt" in text.err
+
+    output = json.loads(predict(run_dir, photos, "--json").out)
+    shown = predict(run_dir, photos, "--csv").out
     rows = list(csv.DictReader(shown.splitlines()))
-    assert [row["path"] for row in rows if row["class"]] == [row["image"] for row in output["predictions"]]
-    for row, expected in zip([row for row in rows if row["class"]], output["predictions"], strict=True):
+    good = [row for row in rows if row["class"]]
+    assert [row["path"] for row in good] == [row["image"] for row in output["predictions"]]
+    for row, expected in zip(good, output["predictions"], strict=True):
         for rank, top in zip(("", "_2", "_3", "_4", "_5"), expected["top"], strict=True):
             assert row[f"class{rank}"] == top["class"]
             assert float(row[f"probability{rank}"]) == pytest.approx(top["probability"], abs=1e-6)
@@ -103,79 +90,48 @@ def test_rows_are_those_of_json_and_a_killed_command_continues_its_file(
     assert {"image": bad["path"], "defect": bad["defect"]} == output["bad"][0]
     assert not any(value for name, value in bad.items() if name.startswith(("class", "probability")))
 
-    command = [*words, "--csv", "--out", str(out)]
-    assert main(command) == 0
+    words = ("--csv", "--out", str(out))
+    predict(run_dir, photos, *words)
     assert out.read_text() == shown
     for cut in (3, len(shown) // 2, len(shown) - 1):  # in the header, in a row, before the last line's end
         out.write_text(shown[:cut])
-        assert main(command) == 0
+        predict(run_dir, photos, *words)
         assert sorted(out.read_text().splitlines()) == sorted(shown.splitlines())
-    capsys.readouterr()
-    assert main(command) == 0
-    assert capsys.readouterr().out == f"{out}: 0 rows, 0 of them of bad images; it had {len(rows)}\n"
+    again = predict(run_dir, photos, *words)
+    assert again.out == f"{out}: 0 rows, 0 of them of bad images; it had {len(rows)}\n"
     assert out.read_text().startswith(shown.splitlines()[0])
 
 
-def test_a_file_of_another_model_or_program_is_refused_and_kept(
-    run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    image, out = str(next((digits / "val" / "3").iterdir())), tmp_path / "out.csv"
-    assert main(["predict", str(save_run(tmp_path / "other", 2)), image, "--csv", "--out", str(out)]) == 0
+def test_a_file_of_another_model_or_program_is_kept(run_dir: Path, image: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.csv"
+    words = ("--csv", "--out", str(out))
+    predict(save_run(tmp_path / "other", 2), image, *words)
     for text, number in ((out.read_text(), 2), ("path,class\na,b", 1), ("x" * 200_000, 1), ("\n", 1)):
         out.write_text(text)
-        assert main(["predict", str(run_dir), image, "--csv", "--out", str(out)]) == 2
-        assert f"line {number} of {out} is not of 'pipeline predict --csv' with" in capsys.readouterr().err
+        refused = predict(run_dir, image, *words, code=2)
+        assert f"line {number} of {out} is not of 'pipeline predict --csv' with" in refused.error
         assert out.read_text() == text
 
 
-def test_a_row_holds_no_formula_and_no_second_line(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_holds_no_formula_and_no_second_line(image: Path, tmp_path: Path) -> None:
     names = ["=1+1", "@x", "+a", "-a()", "-1", "+2.5", 'a"b', "c,d", "e\nf", "\udc80"]
-    image = str(next((digits / "val" / "3").iterdir()))
     found = set()
     for first in range(10):  # each class is among the five likeliest of one of the models
         run = save_run(tmp_path / f"{first}", 0, classes=names[first:] + names[:first])
-        assert main(["predict", str(run), image, "--csv"]) == 0
-        (row,) = csv.DictReader(capsys.readouterr().out.splitlines())
+        (row,) = csv.DictReader(predict(run, image, "--csv").out.splitlines())
         found |= {value for name, value in row.items() if name.startswith("class")}
     assert found == {"'=1+1", "'@x", "'+a", "'-a()", "-1", "+2.5", 'a"b', "c,d", r"e\nf", r"\udc80"}
 
 
-def test_non_finite_logits_are_no_prediction(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", str(save_run(tmp_path, 3e39)), str(digits / "val" / "3"), "--json"]) == 4
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "the model's logits for it are not finite" in captured.err
-    assert main(["predict", str(tmp_path), str(digits / "val" / "3"), "--csv"]) == 4
-    assert "has a prediction: their rows say why" in capsys.readouterr().err
+def test_non_finite_logits_are_no_prediction(image: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path, 3e39)
+    assert "the model's logits for it are not finite" in predict(run, image, "--json", code=4).err
+    assert "has a prediction: their rows say why" in predict(run, image, "--csv", code=4).err
 
 
-def test_the_names_of_classes_are_printed_as_one_line_or_refused(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    image = str(next((digits / "val" / "3").iterdir()))
+def test_the_names_of_classes_are_printed_as_one_line_or_refused(image: Path, tmp_path: Path) -> None:
     names = [f"\x1b]0;title\a\nother.png  cat {i} \udc80" for i in range(10)]
-    assert main(["predict", str(save_run(tmp_path / "foreign", classes=names)), image]) == 0
-    (row,) = capsys.readouterr().out.splitlines()
+    (row,) = predict(save_run(tmp_path / "foreign", classes=names), image).out.splitlines()
     assert row.isprintable()
-    assert main(["predict", str(save_run(tmp_path / "numbers", classes=list(range(10)))), image]) == 4
-    assert "'classes' is missing or damaged" in capsys.readouterr().err
-
-
-def test_a_request_that_cannot_work_is_one_line(
-    run_dir: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    (tmp_path / "empty").mkdir()
-    for target, image, code, says in (
-        (str(run_dir), "empty", 2, "no image in"),
-        ("empty", str(digits), 4, "holds no checkpoint"),
-        ("models:/digits@best", str(digits), 2, "set MLFLOW_TRACKING_URI"),
-    ):
-        assert main(["predict", target, image]) == code
-        assert says in capsys.readouterr().err
+    numbers = save_run(tmp_path / "numbers", classes=list(range(10)))
+    assert "'classes' is missing or damaged" in predict(numbers, image, code=4).error

@@ -5,75 +5,60 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-import pytest
-from harness import SMALL, Job, environment, read_rows
+from harness import SMALL, Job, environment, quick
 
 from pipeline.addons.ops.keys import all_keys
 from pipeline.addons.run.receipt import best_checkpoint, rank
 from pipeline.cli.arguments import Parser
-from pipeline.cli.main import main, make_parser
+from pipeline.cli.main import make_parser
 from pipeline.config.load import recipe_names
 
 ROOT = Path(__file__).parent.parent
 
 
-def names(parser: Parser, name: str = "") -> Iterator[str]:
-    """Yield the names of a parser's commands, and its own."""
-    yield name.strip()
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for word, inner in action.choices.items():
-                yield from names(inner, f"{name} {word}")
+def names(parser: Parser, name: str = "") -> list[str]:
+    """Return the names of a parser's commands, and its own."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    inner = [names(found, f"{name} {word}") for group in groups for word, found in group.choices.items()]
+    return [name.strip(), *chain.from_iterable(inner)]
 
 
-COMMANDS = list(names(make_parser()))
-GROUPS = ["", "data", "k8s"]
+COMMANDS = names(make_parser())
 
 
-def test_every_command_has_its_help_and_a_group_lists_its_commands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_command_has_its_help_and_a_group_lists_its_commands() -> None:
     for name in COMMANDS:
-        if name in GROUPS:  # without a command, the help is printed
-            assert main(name.split()) == 0
-        else:
-            with pytest.raises(SystemExit):
-                main([*name.split(), "--help"])
-        text = capsys.readouterr().out
+        inner = [command for command in COMMANDS if command and command.rpartition(" ")[0] == name]
+        help_ = [] if inner else ["--help"]  # of a group without a command, the help is printed
+        text = quick(*name.split(), *help_, code=0).out
         assert text.startswith(f"usage: pipeline {name}".rstrip())
-        for command in COMMANDS:
-            if command and command.rpartition(" ")[0] == name:
-                assert re.search(rf"^ +{command.split()[-1]}\b", text, re.MULTILINE)
+        for command in inner:
+            assert re.search(rf"^ +{command.split()[-1]}\b", text, re.MULTILINE)
 
 
-def test_the_help_of_train_has_every_key_below_its_section(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    blocks = capsys.readouterr().out.partition("by section:\n\n")[2].split("\n\n")
+def test_the_help_of_train_has_every_key_below_its_section() -> None:
+    blocks = quick("train", "--help").out.partition("by section:\n\n")[2].split("\n\n")
     keys = {block.partition(":")[0]: re.findall(r"^  ([\w.]+)=", block, re.MULTILINE) for block in blocks}
     assert keys.pop("top level") == ["parallel"]
     assert {key for inner in keys.values() for key in inner} == all_keys().keys() - {"recipe", "parallel"}
     assert all(key.startswith(f"{section}.") for section, inner in keys.items() for key in inner)
 
 
-def test_the_recipes_are_listed_with_their_comments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
-    blocks = [block.splitlines() for block in capsys.readouterr().out.split("\n\n")]
+def test_the_recipes_are_listed_with_their_comments() -> None:
+    blocks = [block.splitlines() for block in quick("recipes").out.split("\n\n")]
     assert [block[0] for block in blocks] == recipe_names()
     for block in blocks:
         names = re.findall(r"^  ([A-Z][\w ]+): ", "\n".join(block), re.MULTILINE)
         assert names == ["What", "Target", "Expected time", "Processes", "Data", "Source"]
-        command = re.search(r"Data: .*pipeline (data [^'.;]*)", " ".join(block))
-        if command:
+        if command := re.search(r"Data: .*pipeline (data [^'.;]*)", " ".join(block)):
             make_parser().parse_args(command[1].partition(" Source")[0].split())
 
 
-def test_a_plan_in_json_is_that_of_the_run(digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "digits", f"data.root={digits}", "--world", "2", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_a_plan_in_json_is_that_of_the_run(digits: Path) -> None:
+    plan = json.loads(quick("plan", "digits", f"data.root={digits}", "--world", "2", "--json").out)
     assert (plan["world"], plan["process_batch"], plan["total_steps"]) == (2, 48, 168)
     assert plan["parameters"] == 11_181_642
     assert "128.0 MiB a process" in plan["memory"]
@@ -96,29 +81,20 @@ def test_commands_flags_and_files_are_completed_without_a_slow_import(tmp_path: 
     assert complete("pipeline plan my") == ["my.yaml"]
 
 
-def test_best_takes_the_best_checkpoint_in_place_of_the_last(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_takes_the_best_checkpoint(digits: Path, image: Path, tmp_path: Path) -> None:
     words = [*SMALL, "data.workers=0", "evaluate.every=4 steps", "checkpoint.keep=1", "train.max_steps=12"]
     # the learning rate is too high: the best checkpoint is not the last
-    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words, "optimizer.lr=2"])
-    assert run.run().code == 0
-    rows = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "evaluated"]
-    row = max(rows, key=rank)
+    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words, "optimizer.lr=2"]).finished()
+    folder = str(run.folder)
+    row = max(json.loads((run.folder / "receipt.json").read_text())["evaluations"], key=rank)
     assert row["step"] < 12, "the test needs a best checkpoint that is not the last"
-    assert f"use it   pipeline predict {run.folder} --best IMAGE" in run.log()
+    assert f"use it   pipeline predict {folder} --best IMAGE" in run.log()
 
     best, _ = run.checkpoints()
-    assert best_checkpoint(str(run.folder)) == best
-    image = str(next((digits / "val/3").iterdir()))
-    results = []
-    for target in ((str(run.folder), "--best"), (str(best),), (str(run.folder),)):
-        assert main(["predict", *target, image, "--json"]) == 0
-        results.append(capsys.readouterr().out)
-    assert results[0] == results[1] != results[2]
-    assert main(["evaluate", str(run.folder), "--best"]) == 0
-    receipt = json.loads((run.folder / "receipt.json").read_text())
-    weights = {row["step"]: row["weights"] for row in receipt["evaluations"]}
-    assert f"weights={weights[row['step']]}" in capsys.readouterr().out
-    assert main(["export", str(run.folder), "--best", "--to", "safetensors", "--out", f"{tmp_path}/x"]) == 0
-    assert f"the model of step {row['step']};" in capsys.readouterr().out
+    assert best_checkpoint(folder) == best
+    targets = ((folder, "--best"), (str(best),), (folder,))
+    found, same, last = (quick("predict", *target, str(image), "--json").out for target in targets)
+    assert found == same != last
+    assert f"weights={row['weights']}" in quick("evaluate", folder, "--best").out
+    exported = quick("export", folder, "--best", "--to", "safetensors")
+    assert f"the model of step {row['step']};" in exported.out

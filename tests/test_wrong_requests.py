@@ -1,30 +1,29 @@
-"""A table of wrong requests: each ends with one line and its exit code, before anything starts."""
+"""A wrong request ends with one line and its exit code, before anything starts."""
 
+import errno
 import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
-from harness import DONE, Job, save_checkpoint
+from harness import SMALL, Job, before_each, environment, free_port, pipeline, quick
+from place import SMALL as IMAGES
+from place import Place
 
-from pipeline.addons.datasets.sources import open_source
-from pipeline.addons.datasets.synthetic import make_synthetic
 from pipeline.addons.ops.keys import all_keys
 from pipeline.cli.main import main, parse
-from pipeline.config.load import load
-from pipeline.model.architectures import build
 from pipeline.operate import start
-from pipeline.record.journal import Journal
-
-SMALL = "model.arch=shufflenet_v2_x0_5 augment.size=32 batch.global=8 data.workers=0 schedule.warmup=0"
-PHOTOS = f"data.source=folder data.root=photos {SMALL}"
 
 RECIPES = {
     "empty": "", "dotted": "data: {source: digits}\ntrain.epochs: 3\n",
-    "odd": "data: {source: digits}\nbatch: {global: 7}\n",
+    "init": "data: {source: digits}\nmodel: {arch: resnet18, init: DEFAULT}\n",
+    "several": "data: {source: table, table: several.csv, root: photos}\n",
 }  # fmt: skip
 
 FOLDERS = {
@@ -34,7 +33,8 @@ FOLDERS = {
     "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"],
 }  # fmt: skip
 
-# A request, and the flag, key, value or path that its line names. Exit code 2.
+# A request; the flag, key, value or path that its line names; the exit code, if it is not 2.
+# LONG is a path that is too long for every file system: looking it up is an error, even for root.
 WRONG = """
 train | RECIPE
 train digits train.epochs 3 | 'train.epochs' is not key=value
@@ -43,10 +43,6 @@ train digits --quite | --quiet
 train digits --nproc 2 --numa-binding node | torchrun
 train digits batch.global=2000 | batch.global
 train digits batch.global=97 batch.accumulate=2 | 96 or 98
-train digits batch.global=9 --nproc 2 | 8 or 10
-train digits profile.steps=9-5 | profile.steps=[9, 5]
-train digits schedule.warmup=5 | schedule.warmup=5
-train digits run.resume=alwyas | run.resume=alwyas
 train digits run.dir=/proc/x | run.dir=/proc/x
 train digits run.dir=notes.txt/run | run.dir=notes.txt/run
 train digits run.dir=a%41b/run | a%41b/mlflow.db
@@ -57,23 +53,41 @@ train digits model.teacher=runs/done | where the data has '0'
 train digits train.watch=val/map | train.watch=val/map
 train digits train.class_weights=notes.txt | notes.txt
 train digits train.class_weights=few.json | '9'
+train digits train.class_weights=negative.json | '-1'
+train digits train.class_weights=unknown.json | 'ten'
+train digits 'train.class_weights={0: 1}' | '1' has no weight
+train digits train.patience=0 | train.patience=0
+train digits train.distill=[2,1] | train.distill=2
+train digits optimizer.layer_decay=1.5 | optimizer.layer_decay=1.5
+train digits optimizer.head_lr=1 parallel=stages | head_lr
+train digits 'model.freeze_until=1 epoch' | model.freeze
+train digits model.init=timm | model.init=timm
+train digits model.arch=airbench94 model.init=torchvision | airbench94
+train digits model.teacher=x train.loss=bce | train.loss=ce
 train digits model.init=models:/x | runs/mlflow.db
 train digits model.init=models:/nowhere@best | models:/nowhere@best
 train digits run.dir=s3://bucket/x | run.dir=s3://bucket/x
 train digits data.source=synthetic data.num_images=8 | data.num_images=8
 train digits model.freeze=backbone | model.init
+train init.yaml model.freeze=layer5 | did you mean layer
+train init.yaml model.freeze=, | no module ''
+train init.yaml model.freeze=conv1,bn1,layer1,layer2,layer3,layer4,fc | leaves nothing to train
+train init.yaml model.init=IMAGENET1K_V9 | IMAGENET1K_V1
+train several.yaml data.balance=sqrt | data.balance
 train digits track.uri=htp://foo | track.uri=htp://foo
 train digits track.uri=sqlite:///a?b/ml.db | track.uri=sqlite:///a?b/ml.db
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
 train digits augment.scale=[0.9,0.1] | augment.scale=[0.9, 0.1]
-train digits augment.first_size=16 augment.growth=[1_epoch,99_epochs] | augment.growth
+train digits augment.first_size=16 'augment.growth=[1 epoch,99 epochs]' | augment.growth
 train digits run.exact=true train.precision=fp16 | train.precision=fp16
 train digits run.exact=true parallel=fsdp | parallel=fsdp
 train digits parallel=stages stages.count=3 | stages.count=3
 train digits parallel=dataparallel --nproc 2 | parallel=dataparallel
 train digits augment.mixup=0.2 batch.global=5 | an even number
 train digits model.arch=alexnet augment.size=32 | augment.size
-train digits run.dir=runs/done train.epochs=1 | train.epochs: 12 -> 1
+train digits model.arch=inception_v3 batch.global=8 | augment.size
+train digits batch.global=1 | augment.size
+train digits run.dir=runs/done train.epochs=1 | train.epochs: 2 -> 1
 train digits run.dir=data/digits data.root=data/digits | data.root
 train resnet50-90 data.workers=0 | 'pipeline data import imagenet ARCHIVES data/imagenet'
 train digits data.source=folder data.root=nowhere | data.root=nowhere
@@ -87,15 +101,12 @@ train digits data.source=folder data.root=folder-image | 000.jpg
 train digits data.source=folder data.root=few | data.val_split=0.1
 train empty.yaml | data.root
 train dotted.yaml | train: {epochs: 3}
-train odd.yaml --nproc 2 | 6 or 8
-plan digits --world=7 | 91 or 98
-plan digits --world 4 --nodes 2 batch.global=6 | 4 or 8
 doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
-evaluate models:/digits@best --best | --best
 evaluate runs/done/checkpoints/none.pt --best | --best
-export photos --best --to onnx | photos
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
+predict models:/digits@best photos | MLFLOW_TRACKING_URI
+predict runs/done texts | no image in
 predict runs/done photos nosuch.jpg | nosuch.jpg
 predict runs/done photos --sheet out.png | --sheet
 predict runs/done photos --out=out.csv | --csv
@@ -106,6 +117,8 @@ verify photos | photos
 sync nosuch | nosuch
 bench train --only plain | benchmarks/NAME.py
 doctor digits --gang | nccl-tests
+doctor digits run.device=cuda | use run.device=cpu, or auto
+doctor digits model.arch=timm/dm_nfnet_f0 parallel=fsdp --world 2 | stages.0.0.skipinit_gain
 runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
 trian digits | 'trian'
@@ -124,16 +137,13 @@ k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
 k8s render --cpu --gpus 2 | --cpu
 k8s render --rdma rdma/hca | kustomization
 k8s render --gang native | --queue
-k8s render --topology zone | kustomization
 k8s render digits checkpoint.mirror=s3://bucket/run | --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data pack data/imagenet s3://bucket/data'
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio.NAMESPACE.svc:9000
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
 k8s render --code photos | __init__.py
 k8s render --code nosuch | nosuch
-k8s watch --namespace=a.b | --namespace
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
-MLFLOW_TRACKING_URI=sqlite:///a%41b.db train digits | MLFLOW_TRACKING_URI=sqlite:///a%41b.db
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE=x
 RANK=8 WORLD_SIZE=8 train digits | RANK=8
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2 train digits | LOCAL_RANK=2
@@ -145,77 +155,43 @@ WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK=
 RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 train digits --nproc 2 | --nproc 2
 PET_NNODES=0 doctor digits | PET_NNODES='0'
 PET_NPROC_PER_NODE=1 doctor digits run.device=cuda | --runtime-class
+plan LONG.yaml | File name too long
+train digits run.dir=LONG/run | File name too long
+plan digits data.source=folder data.root=LONG | File name too long
+data check LONG | File name too long
+data pack LONG out --level raw=64 | File name too long
+evaluate LONG/run | File name too long
+k8s render --out LONG | File name too long
+evaluate photos | photos | 4
+predict empty-run photos | holds no checkpoint | 4
+export empty-run --to torch.export | empty-run | 4
 """
-
-# A path that is too long for every file system: looking it up is an error, even for root.
-UNREADABLE = """
-plan LONG.yaml
-train digits run.dir=LONG/run
-plan digits data.source=folder data.root=LONG
-data check LONG
-data make digits LONG
-data get imagenette LONG
-data import imagenet LONG out
-data pack LONG out --level raw=64
-evaluate LONG/run
-predict LONG a.png
-export LONG --to torch.export
-report LONG
-verify LONG
-sync LONG
-k8s render --out LONG
-"""
-
-# Exit code 4: the folder exists, and what it must hold is missing.
-MISSING = """
-evaluate photos | photos
-export empty-run --to torch.export | empty-run
-"""
-
-
-def table(text: str, code: int) -> list[tuple[str, int, str]]:
-    rows = [line.partition(" | ") for line in text.strip().splitlines()]
-    return [(request, code, named or "File name too long") for request, _, named in rows]
-
-
-TABLE = table(WRONG, 2) + table(MISSING, 4) + table(UNREADABLE, 2)
+TABLE = [line.split(" | ") for line in WRONG.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """Return a folder with recipes, image folders of all kinds, a pack and a run."""
+def folder(made_place: Place, tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """Return a folder with recipes, image folders of all kinds, tables, a pack and a run."""
     root = tmp_path_factory.mktemp("wrong")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        for name, text in RECIPES.items():
-            Path(f"{name}.yaml").write_text(text)
-        Path("notes.txt").write_text("not an image")
-        Path("few.json").write_text(json.dumps({str(digit): 1 for digit in range(9)}))
-        Path("photo.jpg").write_bytes(b"\xff\xd8\xff\xe0")
-        for name, files in FOLDERS.items():
-            Path(name).mkdir()
-            for file in files:
-                Path(name, file).parent.mkdir(parents=True, exist_ok=True)
-                Path(name, file).write_bytes(b"x")
-        Path("data").mkdir()
-        Path("data/digits").symlink_to(digits)
-        make_synthetic(Path("photos"), 16, 4, 32)
-        assert main(["data", "pack", "photos", "packed", "--level", "raw=64"]) == 0
-        save_run(Path("runs/done"))
-    return root
-
-
-def save_run(run: Path) -> None:
-    (run / "checkpoints").mkdir(parents=True)
-    config = load("digits", [*PHOTOS.split(), f"run.dir={run}", "run.device=cpu"])
-    source = open_source(config)
-    (run / "config.yaml").write_text(config.to_yaml())
-    Journal(run / "journal.jsonl", pytest.fail)
-    contents = {
-        "model": build(config.model, 4).state_dict(), "average": None, "config": config.to_yaml(), "epoch": 1,
-        "step": 2, "classes": list(source.classes), "data": source.digest, "world": 1,
+    shutil.copytree(made_place.path / "images", root / "photos")
+    shutil.copytree(made_place.path / "runs", root / "runs")
+    (root / "data").mkdir()
+    (root / "data/digits").symlink_to(digits)
+    few = {str(digit): 1 for digit in range(9)}
+    images = [image.relative_to(root / "photos") for image in root.glob("photos/*/*/*")]
+    files = {f"{name}.yaml": text for name, text in RECIPES.items()}
+    files |= {f"{name}/{file}": "x" for name, inside in FOLDERS.items() for file in inside}
+    files |= {
+        "notes.txt": "not an image", "few.json": json.dumps(few),
+        "negative.json": json.dumps(few | {"9": -1}), "unknown.json": json.dumps(few | {"9": 1, "ten": 1}),
+        "several.csv": "\n".join(["path,label", *(f"{image},class-0000;class-0001" for image in images)]),
     }  # fmt: skip
-    save_checkpoint(run, contents, 2)
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    packed = ("data", "pack", str(root / "photos"), str(root / "packed"), "--level", "raw=64")
+    assert main([*packed]) == 0
+    return root
 
 
 def paths(root: Path) -> set[str]:
@@ -224,21 +200,23 @@ def paths(root: Path) -> set[str]:
     return {path for path in found if ".pipeline-index" not in path}
 
 
-@pytest.mark.parametrize(("request_", "code", "named"), TABLE, ids=[request for request, _, _ in TABLE])
+@pytest.mark.parametrize("row", TABLE, ids=[row[0] for row in TABLE])
 def test_a_wrong_request_is_one_line_and_changes_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    request_: str, code: int, named: str,
-) -> None:  # fmt: skip
-    words = shlex.split(request_.replace("LONG", "x" * 300))
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], row: list[str]
+) -> None:
+    request, named, *other = row
+    code = int(other[0]) if other else 2
+    words = shlex.split(request.replace("LONG", "x" * 300))
     monkeypatch.chdir(folder)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     monkeypatch.setattr("faulthandler.register", lambda *_: None)
     monkeypatch.setattr(start, "join", lambda *_: pytest.fail("the training starts"))
-    monkeypatch.setattr("pipeline.addons.deploy.processes.start_processes", lambda *_: in_this_process(words))
     while re.match(r"[A-Z_]+=", words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    words = [re.sub(r"_(epochs?)", r" \1", word) for word in words]
+    at = words.index("--nproc") if "--nproc" in words else len(words)
+    alone = words[:at] + words[at + 2 :]  # in this process what several would train
+    monkeypatch.setattr("pipeline.addons.deploy.processes.start_processes", lambda *_: main(alone))
     before, running = paths(folder), set(threading.enumerate())
     assert main(words) == code
     captured = capsys.readouterr()
@@ -247,7 +225,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert named in line
     assert not captured.out
     # `doctor` refuses it, too, as the preflight of a node; it makes no folder
-    if request_.startswith("train digits") and not re.search("run.dir=(/proc|LONG)", request_):
+    if request.startswith("train digits") and not re.search("run.dir=(/proc|LONG)", request):
         monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
         assert main(["doctor", *({"--nproc": "--world"}.get(word, word) for word in words[1:])]) == code
     assert not findings or words[0] == "doctor", "one line only"
@@ -263,17 +241,87 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
             parse(shlex.split(command))
 
 
-def in_this_process(words: list[str]) -> int:
-    """Train in this process what --nproc would train in several."""
-    at = words.index("--nproc")
-    return main([*words[:at], *words[at + 2 :]])
+def test_several_labels_are_refused_by_a_model_of_one(folder: Path) -> None:
+    words = ("evaluate", "runs/done", "data.source=table", "data.table=several.csv", "data.root=photos")
+    assert "the data has several labels a picture" in quick(*words, cwd=folder, code=2).error
 
 
-def test_a_good_request_shows_its_plan_once_and_first(folder: Path, tmp_path: Path) -> None:
-    words = ["digits", *PHOTOS.split(), f"data.root={folder}/photos", "run.device=cpu", "track.uri=none"]
-    result = Job(tmp_path / "run", [*words, "train.max_steps=1", "run.resume=never"], nproc=2).run()
-    assert result.code == 0, result.err
-    assert DONE.match(result.out)
-    assert result.err.count("  learning rate ") == 1
-    order = [result.err.index(part) for part in ("  learning rate ", "a fresh start", "creating ")]
-    assert order == sorted(order)
+def test_a_wrong_request_ends_before_torch_is_imported(tmp_path: Path, digits: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os\nos._exit(99)\n")
+    train = ("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
+    for words in (["train.epoch=3"], ["--nproc", "5"]):
+        result = pipeline(*train, *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+        assert (result.code, result.out, result.err) == (2, "", f"pipeline: {result.error}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["torch.py"]
+    assert pipeline(*train, PYTHONPATH=str(tmp_path)).code == 99, "the next step imports torch"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.EIO, 75), (errno.ESTALE, 75), (errno.ENOENT, 4), (errno.ENOSPC, 4)]
+)
+def test_storage_out_of_reach_is_temporary_for_every_command(number: int, code: int) -> None:
+    fail = f"raise OSError({number}, os.strerror({number}), 'journal.jsonl')"
+    render = before_each("pipeline.addons.deploy.k8s.render", fail)
+    assert "journal.jsonl" in quick("k8s", "render", prelude=render, code=code).error
+    # in a rank, an unexpected error of a file stays a crash, which a launcher restarts
+    train = before_each("pipeline.operate.launch.train", fail)
+    assert "Traceback" in quick("train", "digits", prelude=train, code=1, RANK="0").err
+
+
+@pytest.mark.fault("E5")
+def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Path) -> None:
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system has no mount namespaces")
+    train = [*small, sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", *SMALL]
+    train += [f"run.dir={tmp_path / 'run'}", "data.workers=2", "train.max_steps=4"]
+    done = subprocess.run(train, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place) -> None:
+    for command in ("predict runs/done images", "sync runs/done", "doctor digits data.source=synthetic"):
+        ends = []
+        for ranks in ({}, {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}):
+            result = quick(*command.split(), cwd=place.path, **ranks)
+            ends.append((result.code, re.sub(r"\d+(\.\d+)?", "0", result.out + result.err)))
+        assert ends[0] == ends[1]
+        assert ends[0][1]
+
+
+def test_a_rank_that_waits_for_the_others_says_so_and_how_to_do_without(place: Place) -> None:
+    train = ("train", "digits", *IMAGES, "run.dir=runs/other")
+    for command in (train, ("evaluate", "runs/done", "run.device=cpu")):
+        ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        result = quick(*command, "run.timeout=4", cwd=place.path, code=75, **ranks)
+        assert "rank 1 of 2 waits for the other processes" in result.err
+
+
+def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path) -> None:
+    # found by one process per machine before the group forms, by rank 0 alone (twice, the second
+    # time before it looks for the pretrained weights), and by all ranks at once
+    wrong = {
+        "train.epoch=3": "train.epochs",
+        "batch.global=97": "does not divide by 2 processes",
+        "model.init=none-such model.freeze=nose": "the model has no module 'nose'",
+        "model.batchnorm=sync": "synchronises batch norm on GPUs only",
+    }
+    for words, says in wrong.items():
+        request = ["digits", f"data.root={digits}", *words.split(), "track.uri=none"]
+        # in an interpreter of its own: a fork has imported torch already
+        result = Job(tmp_path / "run", request, nproc=2, by_torchrun=True, interpreter=True).run()
+        assert result.code == 1
+        lines = [line for line in result.err.splitlines() if line.startswith("pipeline: ")]
+        assert sum(says in line for line in lines) == 1, result.err
+        assert "forcefully" not in result.err, "torchrun kills no rank: all have exited"
+
+
+def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
+    fail = ("from pipeline.errors import StorageError", "raise StorageError('the disk is full', 'make room')")
+    prelude = before_each("pipeline.operate.start.set_aside", *fail)
+    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
+    assert result.code == 4, result.err
+    assert result.err.count("the disk is full") == 1, "all ranks raise it, one prints it"
+    assert "Traceback" not in result.err
