@@ -7,6 +7,7 @@ that: the namespace has a token of this process.
 
 import contextlib
 import json
+import re
 import secrets
 import subprocess
 from pathlib import Path
@@ -35,13 +36,6 @@ for run in call("runs/search", search).get("runs", []):
         points += [[key, int(point.get("step", 0))] for point in history.get("metrics", [])]
     runs.append({"status": run["info"]["status"], "points": points})
 print(json.dumps(runs))
-"""
-
-_HASH = """\
-import hashlib, pathlib, sys
-for path in sorted(pathlib.Path(sys.argv[1]).rglob("*")):
-    if path.is_file():
-        print(path, hashlib.sha256(path.read_bytes()).hexdigest())
 """
 
 
@@ -78,32 +72,15 @@ class Cluster:
 
     def make(self, namespace: Document) -> None:
         """Create the namespace. Raises Failure if it exists and is not that of a test."""
-        found = self._owner()
-        if found == "":
-            raise Failure(
-                f"namespace {self.namespace} exists and was not made by a test: give another --namespace"
-            )
-        if found:
-            self._delete()
+        self.delete(LABEL)
         namespace["metadata"].setdefault("labels", {})[LABEL] = self._token
         self.kubectl("create", "--filename", "-", text=json.dumps(namespace))
 
-    def delete(self) -> None:
-        """Delete the namespace if this process made it."""
-        if self._owner() == self._token:
-            self._delete()
-
-    def _owner(self) -> str | None:
-        """Return the namespace's LABEL, "" without one, None if there is no such namespace."""
-        found = self.kubectl("get", "namespace", self.namespace, "--ignore-not-found", "--output", "json")
-        if not found.strip():
-            return None
-        return str((json.loads(found)["metadata"].get("labels") or {}).get(LABEL, ""))
-
-    def _delete(self) -> None:
-        self.kubectl(
-            "delete", "namespace", self.namespace, "--ignore-not-found", "--timeout=600s", timeout=630
-        )
+    def delete(self, label: str = "") -> None:
+        """Delete the namespace if it has this label; without one: if this process made it."""
+        chosen = ("--selector", label or f"{LABEL}={self._token}")
+        words = ("delete", "namespaces", f"--field-selector=metadata.name={self.namespace}", *chosen)
+        self.kubectl(*words, "--timeout=600s", timeout=630)
 
     def start(self, documents: list[Document]) -> None:
         """Replace the Job by a new one, and wait until MLflow answers."""
@@ -145,16 +122,10 @@ class Cluster:
                 rows.append(json.loads(line))
         return rows
 
-    def hashes(self, run: str) -> str:
-        """Return each file of the run's folder with its SHA-256."""
-        return self.kubectl("exec", HELPER, "--", "python3", "-c", _HASH, f"/runs/{run}", timeout=300)
-
     def pods(self, index: int | None = None) -> list[dict[str, Any]]:
         """Return the pods of the trainers, of one index or of all."""
-        selector = "app=trainer" + (
-            f",batch.kubernetes.io/job-completion-index={index}" if index is not None else ""
-        )
-        pods: list[dict[str, Any]] = self.get("pods", "--selector", selector)["items"]
+        of_index = f",batch.kubernetes.io/job-completion-index={index}" if index is not None else ""
+        pods: list[dict[str, Any]] = self.get("pods", "--selector", f"app=trainer{of_index}")["items"]
         return pods
 
     def evict(self, pod: str) -> None:
@@ -167,9 +138,10 @@ class Cluster:
     def end_of(self, job: str) -> str | None:
         """Return "Complete" or "Failed: why" once the Job has ended, else None."""
         for condition in self.get("job", job).get("status", {}).get("conditions") or []:
-            if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-                why = f": {condition.get('reason')}: {condition.get('message')}"
-                return str(condition["type"]) + (why if condition["type"] == "Failed" else "")
+            if condition["status"] == "True" and condition["type"] == "Failed":
+                return f"Failed: {condition.get('reason')}: {condition.get('message')}"
+            if condition["status"] == "True" and condition["type"] == "Complete":
+                return "Complete"
         return None
 
     def mlflow_runs(self, run: str) -> list[dict[str, Any]]:
@@ -188,24 +160,22 @@ class Cluster:
             "events.txt": ("get", "events", "--sort-by", ".metadata.creationTimestamp", "--output", "wide"),
             "journal.jsonl": ("exec", HELPER, "--", "cat", f"/runs/{case}/journal.jsonl"),
             "files.txt": ("exec", HELPER, "--", "ls", "-lR", f"/runs/{case}"),
+            "pods.txt": ("get", "pods", "--output", "name"),
         }
-        try:
-            pods = self.get("pods")["items"]
-        except Failure as error:
-            pods = []
-            (folder / "pods.txt").write_text(f"{error}\n")
-        for pod in pods:
-            name, status = pod["metadata"]["name"], pod["status"]
-            for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
-                words = ("logs", name, "--container", container["name"], "--timestamps")
-                commands[f"{name}.{container['name']}.log"] = words
-                if container.get("restartCount"):
-                    commands[f"{name}.{container['name']}.previous.log"] = (*words, "--previous")
-        for file, words in commands.items():
+
+        def write(file: str, *words: str) -> str:
             try:
-                (folder / file).write_text(self.kubectl(*words, timeout=60))
+                text = self.kubectl(*words, timeout=60)
             except Failure as error:
-                (folder / file).write_text(f"{error}\n")
+                text = f"{error}\n"
+            (folder / file).write_text(text)
+            return text
+
+        pods = [write(file, *words) for file, words in commands.items()][-1]
+        for pod in re.findall("^pod/(.+)$", pods, re.MULTILINE):
+            words = ("logs", pod, "--all-containers", "--prefix", "--timestamps")
+            write(f"{pod}.log", *words)
+            write(f"{pod}.previous.log", *words, "--previous")
         return folder
 
 
@@ -213,10 +183,9 @@ def helper(documents: list[Document], avoid_node: str | None = None) -> Document
     """Return a pod that mounts the volume of the runs, with the image and rights of a trainer."""
     job = one(documents, "Job", "trainer")
     trainer = pod_of(job)["containers"][0]
-    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext",
-            "tolerations", "volumes")  # fmt: skip
-    spec = {key: value for key, value in pod_of(job).items() if key in kept}
-    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] == "runs"]
+    kept = "enableServiceLinks automountServiceAccountToken imagePullSecrets securityContext tolerations"
+    spec = {key: value for key, value in pod_of(job).items() if key in kept.split()}
+    spec["volumes"] = [volume for volume in pod_of(job)["volumes"] if volume["name"] == "runs"]
     spec["terminationGracePeriodSeconds"] = 0
     spec["containers"] = [{
         "name": HELPER, "image": trainer["image"], "command": ["sleep", "infinity"],
@@ -224,12 +193,9 @@ def helper(documents: list[Document], avoid_node: str | None = None) -> Document
         "securityContext": trainer["securityContext"],
         "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
     }]  # fmt: skip
-    trainers = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "trainer"}}}
-    spread = [{"weight": 1, "podAffinityTerm": trainers}]
-    spec["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": spread}}
     if avoid_node:
         term = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": [avoid_node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-        spec["affinity"]["nodeAffinity"] = required
+        spec["affinity"] = {"nodeAffinity": required}
     metadata = {"name": HELPER, "namespace": job["metadata"]["namespace"], "labels": {"app": HELPER}}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
