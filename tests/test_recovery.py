@@ -4,7 +4,6 @@ On a real cluster it replaces the pods of dark nodes: see tests/on_cluster.py.
 """
 
 import json
-import os
 import re
 import signal
 import ssl
@@ -14,15 +13,11 @@ import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from harness import environment, pipeline
+from harness import quick
 
 from pipeline.addons.deploy.recovery import ApiServer, end_overdue_pods
 
@@ -32,30 +27,26 @@ NOW = datetime(2026, 11, 23, 12, 0, 30, tzinfo=UTC)
 
 def certify(folder: Path) -> None:
     """Write server.pem, a key and certificate of 127.0.0.1, and ca.crt, which is the same CA."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kubernetes")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(datetime(2020, 1, 1)).not_valid_after(datetime(2120, 1, 1))
-    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
-    text = certificate.public_bytes(serialization.Encoding.PEM)
-    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "ca.crt").write_bytes(text)
-    (folder / "server.pem").write_bytes(key.private_bytes(*pem) + text)
+    words = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=kubernetes",
+             "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "ca.crt"]  # fmt: skip
+    subprocess.run(["openssl", "req", "-x509", *words], cwd=folder, check=True, capture_output=True)
+    (folder / "server.pem").write_text((folder / "key.pem").read_text() + (folder / "ca.crt").read_text())
 
 
-class Api:
+class Api(ThreadingHTTPServer):
     """An API server with some pods, on which requests fail or not. Its clock is NOW."""
 
     def __init__(self, account: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.account, self.pods, self.requests = account, list[dict[str, Any]](), list[dict[str, Any]]()
         self.failures: dict[str, tuple[int, str]] = {}
         """Verb -> the status and body that every request of that verb is answered with."""
-        handler = type("Handler", (_Handler,), {"api": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(account / "server.pem")
-        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+
+    def lines(self) -> list[str]:
+        return end_overdue_pods(ApiServer(self.account))
 
     def add(self, name: str, ended_s_ago: float | None, why: str = "", ready: str = "True True") -> None:
         """Add a pod; why: the reason of its deletion; ready: it, and its containers."""
@@ -70,16 +61,16 @@ class Api:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    api: Api
+    server: Api
 
     def do_GET(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
         headers = self.headers["Authorization"], self.headers["Content-Type"]
-        self.api.requests.append(
+        self.server.requests.append(
             {"verb": self.command, "target": self.path, "headers": headers, "body": body}
         )
-        pods = json.dumps({"items": self.api.pods})
-        status, text = self.api.failures.get(self.command, (200, pods if self.command == "GET" else "{}"))
+        answer = json.dumps({"items": self.server.pods} if self.command == "GET" else {})
+        status, text = self.server.failures.get(self.command, (200, answer))
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -101,16 +92,12 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     certify(tmp_path)
     api = Api(tmp_path)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server.server_address[1]))
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server_address[1]))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")  # a proxy of the image is not for the API server
-    threading.Thread(target=api.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    threading.Thread(target=api.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield api
-    api.server.shutdown()
-    api.server.server_close()
-
-
-def lines(api: Api) -> list[str]:
-    return end_overdue_pods(ApiServer(api.account))
+    api.shutdown()
+    api.server_close()
 
 
 def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other(api: Api) -> None:
@@ -118,7 +105,7 @@ def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other(api: Api) -> N
     api.add("trainer-1-bbbbb", ended_s_ago=-100)  # within its grace period
     api.add("trainer-1-ccccc", ended_s_ago=15)  # its node may still report its end
     api.add("trainer-1-x7k2p", ended_s_ago=16)
-    (line,) = lines(api)
+    (line,) = api.lines()
     assert line.startswith("pod trainer-1-x7k2p on node n2: ")
     listing, patch, delete = api.requests
     running = "status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
@@ -135,7 +122,7 @@ def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other(api: Api) -> N
     assert delete["body"]["preconditions"] == {"uid": "uid-of-trainer-1-x7k2p"}
     api.pods.clear()
     (api.account / "token").write_text("rotated")
-    assert lines(api) == []
+    assert api.lines() == []
     assert api.requests[-1]["headers"][0] == "Bearer rotated"
 
 
@@ -146,7 +133,7 @@ def test_a_running_pod_of_a_silent_node_is_not_given_its_grace_period(api: Api) 
     api.add("trainer-0-ccccc", -104, "EvictionByEvictionAPI", "False True")
     api.add("trainer-1-ddddd", -105, by_taint, "False True")  # deleted 15 s ago
     api.add("trainer-1-x7k2p", -104, by_taint, "False True")
-    (line,) = lines(api)
+    (line,) = api.lines()
     assert line.startswith("pod trainer-1-x7k2p on node n2: it was due to end at 12:00:14Z, and ")
 
 
@@ -154,27 +141,25 @@ def test_a_running_pod_of_a_silent_node_is_not_given_its_grace_period(api: Api) 
 def test_an_error_is_one_line_and_the_next_round_repeats_the_request(api: Api, verb: str) -> None:
     for name in ("trainer-0-abcde", "trainer-1-x7k2p"):
         api.add(name, ended_s_ago=60)
-    refused = json.dumps({"kind": "Status", "message": "refused\nfor a reason"})
-    for status, text in ((403, refused), (503, "null"), (200, ""), (200, "<html>"), (200, '{"items": [{}]}')):
-        if verb == "GET" or status != 200:
-            api.failures = {verb: (status, text)}
-            found = lines(api)
-            assert len(found) == (1 if verb == "GET" else 2), "one for each pod"
-            assert all(re.fullmatch("cannot .*; trying again", line) for line in found)
-    api.failures = {}
-    assert len(lines(api)) == 2
+    answers = [(403, json.dumps({"kind": "Status", "message": "refused\nfor a reason"})), (503, "null")]
+    of_listing = [(200, ""), (200, "<html>"), (200, '{"items": [{}]}')] if verb == "GET" else []
+    for api.failures[verb] in [*answers, *of_listing]:
+        found = api.lines()
+        assert len(found) == (1 if verb == "GET" else 2), "one for each pod"
+        assert all(re.fullmatch("cannot .*; trying again", line) for line in found)
+    api.failures.clear()
+    assert len(api.lines()) == 2
 
 
 def test_a_server_that_does_not_answer_or_has_another_certificate_gets_no_token(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("KUBERNETES_SERVICE_PORT", "1")
-        (line,) = lines(api)
-        assert "Connection refused" in line
     certify(api.account)
-    (line,) = lines(api)
+    (line,) = api.lines()
     assert "certificate" in line
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    (line,) = api.lines()
+    assert "Connection refused" in line
     assert not api.requests
 
 
@@ -182,21 +167,16 @@ def test_sigterm_ends_it_at_once_with_0(api: Api) -> None:
     api.add("trainer-1-x7k2p", ended_s_ago=60)
     account = str(api.account)
     code = f"import pathlib, pipeline.addons.deploy.recovery as r; r.recover(pathlib.Path({account!r}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment(**os.environ)
-    )
-    try:
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         assert "namespace vision" in process.stderr.readline()
         assert "trainer-1-x7k2p" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_outside_a_cluster_it_exits_with_2() -> None:
-    result = pipeline("k8s", "recover")
+    result = quick("k8s", "recover")
     assert (result.code, result.error.startswith("this is not a pod with a service account")) == (2, True)
