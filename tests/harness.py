@@ -1,12 +1,10 @@
 """Start real runs for tests as a user starts them, watch the files they write, and kill them."""
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +20,7 @@ import forked
 import pytest
 
 from pipeline.errors import RequestError
+from pipeline.supervision import process_stat
 
 DONE = re.compile(
     r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) "
@@ -29,6 +28,7 @@ DONE = re.compile(
     r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
 )
 
+make_database = forked.make_database
 SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """Factor on time limits: the number of tests that run on this machine at the same time."""
 
@@ -95,11 +95,13 @@ def run_together(
 ) -> Result:
     """Run the commands of one process group at once; return their joined output and worst code."""
     start = time.monotonic()
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(command, env=environment(**env), cwd=cwd, **pipes)
+        subprocess.Popen(
+            command, env=environment(**env), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
+        )
         for command, env in zip(commands, environments, strict=True)
-    ]
+    ]  # fmt: skip
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]
     finally:
@@ -110,25 +112,10 @@ def run_together(
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
-def make_database(path: Path) -> None:
-    """Make MLflow's SQLite file unless it is there: its tables take seconds, and are made once."""
-    empty = Path(os.environ["TMPDIR"], "mlflow.db")  # see conftest.py: one folder for all workers
-    if not path.exists():
-        with open(empty.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not empty.exists():
-                words = ["-m", "mlflow", "db", "upgrade", f"sqlite:///{empty}"]
-                subprocess.run([sys.executable, *words], check=True, capture_output=True)
-        shutil.copyfile(empty, path)
-
-
 def _needs_interpreter(env: dict[str, str]) -> bool:
     """Return True if a variable differs that a fork does not read again."""
-    now, then = (
-        {name for name in variables.items() if name[0].startswith(_READ_AT_START) and name[0] != "PYTHONPATH"}
-        for variables in (environment(**env), forked.server().environment)
-    )
-    return now != then
+    changed = environment(**env).items() ^ forked.server().environment.items()
+    return any(name.startswith(_READ_AT_START) and name != "PYTHONPATH" for name, _ in changed)
 
 
 def quick(
@@ -213,19 +200,14 @@ class Job:
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
         env = environment(**self.env)
-        for word in self.arguments:
-            if word.startswith(uri := "track.uri=sqlite:///"):
-                make_database(Path(word.removeprefix(uri)))
         if not (self.interpreter or _needs_interpreter(self.env)):
             self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
             return self
         assert not self.prelude
         with open(out, "w") as out_file, open(err, "w") as err_file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
-                text=True,
-                env=env, start_new_session=True,
-            )  # fmt: skip
+            command = [sys.executable, "-m", *self.command()]
+            files: dict[str, Any] = {"stdout": out_file, "stderr": err_file, "text": True}
+            self.process = subprocess.Popen(command, **files, env=env, start_new_session=True)
         return self
 
     def wait(self, timeout: float = 240) -> Result:
@@ -241,10 +223,9 @@ class Job:
 
     def _dump_stacks(self) -> None:
         """Make the ranks and their loader workers write their stacks to the log."""
-        for rank in self.ranks():
-            for pid in (rank, *children(rank)):
-                if " sync " not in command_line(pid):
-                    kill(pid, signal.SIGUSR1)
+        for pid in (pid for rank in self.ranks() for pid in (rank, *children(rank))):
+            if " sync " not in command_line(pid):
+                kill(pid, signal.SIGUSR1)
         time.sleep(1)
 
     def run(self) -> Result:
@@ -358,29 +339,25 @@ class Job:
 
     def journal(self, *prefixes: str) -> list[tuple[int, str, float]]:
         """Return (step, key, value) of each metric whose key has a prefix, in the order written."""
-        return [
-            (row["step"], key, value)
-            for row in read_rows(self.folder / "journal.jsonl")
-            for key, value in row.get("metrics", {}).items()
-            if key.startswith(prefixes)
-        ]
+        rows = read_rows(self.folder / "journal.jsonl")
+        metrics = [(row["step"], *item) for row in rows for item in row.get("metrics", {}).items()]
+        return [metric for metric in metrics if metric[1].startswith(prefixes)]
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
 
 
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
-    """Run the job with two torchrun agents, each with half of the processes."""
+    """Run the job with two torchrun agents, each with half of the processes.
+
+    hosts: names, which need unprivileged user namespaces.
+    """
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
     agent = [*torchrun(job.nproc // 2, "--nnodes=2", *rendezvous), *job.train_words()]
     if not hosts:
         return _in_forks(agent[2:], [job.env] * 2, None, 600, "")
-    return run_together([[*on_host(host), *agent] for host in hosts], [job.env] * 2)
-
-
-def on_host(name: str) -> list[str]:
-    """Return a command prefix that sets the host name; needs unprivileged user namespaces."""
-    return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+    on_host = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
+    return run_together([[*on_host, host, *agent] for host in hosts], [job.env] * 2)
 
 
 def by_hand(job: Job) -> Result:
@@ -395,9 +372,7 @@ def _ranks(job: Job) -> list[dict[str, str]]:
     return [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
 
 
-def spawned(job: Job) -> Result:
-    """Run the job's processes with torch.multiprocessing.spawn, as a user's own program can."""
-    program = f"""\
+_SPAWNING = """\
 import os, sys
 import torch.multiprocessing
 from pipeline.cli.main import main
@@ -407,14 +382,16 @@ def train(rank, words):
     sys.exit(main(words))
 
 if __name__ == "__main__":
-    os.environ.update(WORLD_SIZE="{job.nproc}", LOCAL_WORLD_SIZE="{job.nproc}")
-    os.environ.update(INIT_METHOD="tcp://127.0.0.1:{free_port()}")
-    torch.multiprocessing.spawn(train, (sys.argv[1:],), {job.nproc})
+    torch.multiprocessing.spawn(train, (sys.argv[1:],), int(os.environ["WORLD_SIZE"]))
 """
+
+
+def spawned(job: Job) -> Result:
+    """Run the job's processes with torch.multiprocessing.spawn, as a user's own program can."""
     path = job.folder.with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(program)
-    return run_together([[sys.executable, str(path), *job.train_words()]], [job.env])
+    path.write_text(_SPAWNING)
+    return run_together([[sys.executable, str(path), *job.train_words()]], [_ranks(job)[0]])
 
 
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2, prelude: str = "") -> Job:
@@ -447,9 +424,7 @@ def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSON-lines file, which may not exist yet."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> None:
@@ -535,15 +510,16 @@ def freeze(pids: list[int]) -> None:
     """Send SIGSTOP, and return once no thread of the processes runs any more."""
     for pid in pids:
         kill(pid, signal.SIGSTOP)
-    stats = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    wait_until(lambda: all(_state(stat) in "TZX" for stat in stats), "end of their system calls")
+    threads = [int(path.name) for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()]
+    wait_until(lambda: all(state(thread) in "TZ" for thread in threads), "end of their system calls")
 
 
-def _state(stat: Path) -> str:
+def state(pid: int) -> str:
+    """Return the state of a process or thread; that of a zombie if it has ended."""
     try:
-        return stat.read_text().rpartition(")")[2].split()[0]
+        return process_stat(pid)[0]
     except OSError:
-        return "X"
+        return "Z"
 
 
 def command_line(pid: int) -> str:
@@ -574,11 +550,11 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
 def children(pid: int) -> list[int]:
     """Return the living children of a process."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            state, parent = process_stat(int(name))[:2]
             if int(parent) == pid and state != "Z":
-                found.append(int(path.parent.name))
+                found.append(int(name))
     return found
 
 

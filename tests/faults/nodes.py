@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Job, environment, kill, variable
+from harness import Job, environment, kill, state, variable
 
 from pipeline.addons.deploy import node as settings
-from pipeline.supervision import process_stat
 
 BIN = Path(sys.executable).parent
 PREFIX = f"nodes-{os.getpid()}"
@@ -83,7 +82,7 @@ class Node:
         self.set_network("down")
         told: set[int] = set()
         # in an uninterruptible wait (D) nothing runs: it may be for a new child that was stopped
-        while left := {pid for pid in self.processes() if pid not in told or _state(pid) not in "DTZ"}:
+        while left := {pid for pid in self.processes() if pid not in told or state(pid) not in "DTZ"}:
             for pid in sorted(left):
                 kill(pid, signal.SIGSTOP)
             told |= left
@@ -184,14 +183,6 @@ class Nodes:
 def _address(number: int) -> tuple[str, str]:
     """Return the IP and the MAC address of the start with this number."""
     return f"10.231.7.{10 + number}", f"02:00:00:00:07:{10 + number:02x}"
-
-
-def _state(pid: int) -> str:
-    """Return a process's state; that of a zombie if it has ended."""
-    try:
-        return process_stat(pid)[0]
-    except OSError:
-        return "Z"
 
 
 def _ip(*arguments: str) -> str:

@@ -40,7 +40,7 @@ GUARDS = [
     Guard("loader workers ignore SIGTERM", "pipeline/data/workers.py",
           "        signal.signal(number, signal.SIG_IGN)\n",
           "        signal.signal(number, signal.SIG_DFL)\n",
-          "tests/faults/test_stops.py::test_loader_workers_ignore_signals_to_their_process_group"),
+          "tests/faults/test_stops.py::test_signals_to_loader_workers_or_again_do_not_break_the_save"),
     Guard("the watchdog learns of a signal that the main thread cannot handle", "pipeline/guards/signals.py",
           "        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)\n",
           "            pass\n",
