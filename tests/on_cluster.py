@@ -13,7 +13,7 @@ in-turn and the dark-node cases need a third node, and two commands that stop an
 
 The faults come at steps 40 and 100 of 168. On fast machines make the run longer:
 RENDER="train.epochs=60". Each result is a line of build/cluster.jsonl, and --page PAGE writes the
-newest of each case between the page's marks, also without running a case (no --image).
+newest of each case between the page's marks.
 """
 
 import argparse
@@ -43,7 +43,6 @@ from real_cluster import Cluster, Failure
 from pipeline.cli.main import main as pipeline
 
 ROOT = Path(__file__).parents[1]
-RECEIPTS = ROOT / "docs/receipts"
 REFERENCES = {"no-fault": "digits", "exact-one-process": "digits-exact"}
 WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 steps")
 FAULT_STEP = 40
@@ -127,12 +126,6 @@ def is_finished(rows: list[dict[str, Any]]) -> bool:
     return any(row.get("event") == "ended" and row.get("status") == "FINISHED" for row in rows)
 
 
-def node_counts(rows: list[dict[str, Any]]) -> list[int]:
-    """Return the number of nodes of each start in a journal."""
-    tags = [rows[number]["tags"] for number in starts_of(rows)]
-    return [int(tag["world"]) // int(tag["processes_a_node"]) for tag in tags]
-
-
 def is_active(pod: dict[str, Any]) -> bool:
     return pod["status"].get("phase") in ("Pending", "Running")
 
@@ -158,11 +151,12 @@ def shrink_and_grow(step: int) -> Fault:
 
         def has_grown() -> bool:
             rows = run.rows()
-            counts[:] = node_counts(rows)[before:]
-            return is_finished(rows) or (1 in counts and counts[-1] == 2)
+            tags = [rows[start]["tags"] for start in starts_of(rows)[before:]]
+            counts[:] = [int(tag["world"]) // int(tag["processes_a_node"]) for tag in tags]
+            return is_finished(rows) or counts[-1:] == [2] and 1 in counts
 
         run.wait("2 nodes to train again", has_grown)
-        if not (1 in counts and counts[-1] == 2):
+        if counts[-1:] != [2] or 1 not in counts:
             raise Failure(f"no start on 1 node and then one on 2, but on {counts}; {_LONGER}")
         return seconds
 
@@ -288,25 +282,38 @@ class Result:
     mlflow: str = ""
 
 
-def train(run: Run, result: Result, expected: str | None) -> None:
-    """Run one case and fill in its result. Raises Failure."""
-    case, began = run.case, time.monotonic()
+def attempt(run: Run, result: Result, expected: str | None) -> None:
+    """Run one case and fill in its result; save the evidence if it does not pass."""
+    result.result, result.why = "failed", "interrupted"
+    try:
+        train(run, result)
+        if expected and result.weights != expected:
+            raise Failure(f"the weights differ from those of {run.case.reference}, {expected}")
+        result.mlflow = check_mlflow(run)
+        result.result, result.why = "passed", ""
+    except Failure as failure:
+        result.why = str(failure)
+    finally:
+        if result.result != "passed":
+            print(f"  {result.why}; evidence is in {run.cluster.save_evidence(run.case.name)}", flush=True)
+    print(f"  {row(result)}", flush=True)
+
+
+def train(run: Run, result: Result) -> None:
+    """Train, with the case's faults. Raises Failure."""
+    began = time.monotonic()
     run.cluster.start(run.documents)  # has limits of its own: the first start pulls the images
     run.end = time.monotonic() + run.given.limit
-    if case.fault:
-        result.continued = ", ".join(f"{seconds:.0f} s" for seconds in case.fault(run))
+    if run.case.fault:
+        result.continued = ", ".join(f"{seconds:.0f} s" for seconds in run.case.fault(run))
     run.wait("the Job to complete", lambda: run.cluster.end_of("trainer") == "Complete")
     result.complete = f"{time.monotonic() - began:.0f} s"
-    if case.after:
-        case.after(run)
+    if run.case.after:
+        run.case.after(run)
     lines = [row["line"] for row in run.rows() if row.get("event") == "ended" and "line" in row]
     if not lines:
         raise Failure("the Job is complete, but the journal has no done line")
     result.weights = lines[-1].rpartition("weights=")[2]
-    if expected and result.weights != expected:
-        raise Failure(f"the weights differ from those of {case.reference}: {result.weights} and {expected}")
-    result.mlflow = check_mlflow(run)
-    result.why = ""
 
 
 def check_mlflow(run: Run) -> str:
@@ -327,30 +334,24 @@ def check_mlflow(run: Run) -> str:
     return f"1 run, {len(points)} points"
 
 
-def named(reference: str, step: int) -> Result:
-    """Return the result of a reference as docs/receipts has it, from `make train` on CPUs."""
-    receipt = json.loads((RECEIPTS / REFERENCES[reference] / "receipt.json").read_text())
-    (weights,) = [row["weights"] for row in receipt["evaluations"] if row["step"] == step]
-    return Result(reference, "passed", weights=weights)
-
-
-def run_all(
-    given: argparse.Namespace, cases: list[Case], results: dict[str, Result], references: dict[str, Result]
-) -> None:
+def run_all(given: argparse.Namespace, results: dict[str, Result], references: dict[str, Result]) -> None:
     """Run the cases in a new namespace; delete it on every path."""
-    evidence = Path("build") / time.strftime("cluster-test-%Y%m%d-%H%M%S")
-    cluster = Cluster(given.namespace, evidence)
+    cluster = Cluster(given.namespace, Path("build") / time.strftime("cluster-test-%Y%m%d-%H%M%S"))
+    # with a + if files differ from the commit
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False).stdout.strip()
     try:
-        where = {"on": cluster.describe(), "with": given.render, "commit": commit()}
+        where = {"on": cluster.describe(), "with": given.render, "commit": commit}
         cluster.make(one(render(given), "Namespace", given.namespace))
-        for case in cases:
-            result, reference = results[case.name], references[case.reference]
+        for name, result in results.items():
+            case = CASES[name]
+            reference = references[case.reference]
             if "frozen" in case.text and not (given.freeze and given.thaw):
                 result.why = "give --freeze and --thaw, the commands that stop and restart a node"
-            elif reference.result != "passed" and case.name != case.reference:
+            elif reference.result != "passed" and name != case.reference:
                 result.why = f"its reference {case.reference} did not pass"
             else:
-                print(f"{case.name}: {case.text}", flush=True)
+                print(f"{name}: {case.text}", flush=True)
                 attempt(Run(case, cluster, given), result, reference.weights or None)
                 given.ledger.parent.mkdir(parents=True, exist_ok=True)
                 with open(given.ledger, "a") as file:
@@ -361,30 +362,10 @@ def run_all(
         cluster.delete()
 
 
-def attempt(run: Run, result: Result, expected: str | None) -> None:
-    """Run one case; save the evidence if it does not pass."""
-    result.result, result.why = "failed", "interrupted"
-    try:
-        train(run, result, expected)
-        result.result = "passed"
-    except Failure as failure:
-        result.why = str(failure)
-    finally:
-        if result.result != "passed":
-            print(f"  {result.why}; evidence is in {run.cluster.save_evidence(run.case.name)}", flush=True)
-    print(f"  {row(result)}", flush=True)
-
-
 def row(result: Result) -> str:
     cells = [result.weights[:15], result.mlflow, result.why]
     seconds = f"{result.continued:>9} {result.complete:>9}"
     return f"{result.case:<23} {result.result:<8} {seconds}  {'  '.join(filter(None, cells))}"
-
-
-def commit() -> str:
-    """Return the commit of the code, with a + if files differ from it."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def write_page(page: Path, ledger: Path) -> None:
@@ -407,12 +388,12 @@ def write_page(page: Path, ledger: Path) -> None:
     page.write_text(text)
 
 
-def parse(words: list[str] | None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--image", default="", help="training image, in a registry of the cluster")
-    add("--mlflow-image", default="", help="MLflow image, likewise")
+    add("--image", help="training image, in a registry of the cluster")
+    add("--mlflow-image", help="MLflow image, likewise")
     add("--render", default="", metavar="OPTIONS", help="further options and words of `pipeline k8s render`")
     add("--namespace", default=f"ddp-pipeline-test-{secrets.token_hex(3)}", help="default: a new name")
     add("--only", action="append", default=[], choices=CASES, metavar="CASE", help="run it; may be repeated")
@@ -423,30 +404,27 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     ledger = ROOT / "build/cluster.jsonl"
     add("--ledger", type=Path, default=ledger, metavar="FILE", help="append the results to this file")
     add("--page", type=Path, metavar="FILE", help="write the newest results between the marks of this page")
-    add("--list", action="store_true", help="list the cases")
-    given = parser.parse_args(words)
-    is_run = given.image or given.mlflow_image or not (given.list or given.page)
-    if is_run and not (given.image and given.mlflow_image):
+    given = parser.parse_args()
+    if not (given.image and given.mlflow_image):
         parser.error("--image and --mlflow-image are required: images that the cluster can pull")
     return given
 
 
-def main(words: list[str] | None = None) -> int:
-    given = parse(words)
-    if given.list:
-        print("\n".join(f"{case.name:<23} {case.text}" for case in CASES.values()))
-        return 0
-    if given.page and not given.image:
-        write_page(given.page, given.ledger)
-        return 0
-    names = set(given.only or CASES)
-    names |= set() if given.receipts else {CASES[name].reference for name in names}
-    cases = [case for case in CASES.values() if case.name in names]
+def main() -> int:
+    given = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = {case.name: Result(case.name) for case in cases}
-    references = {name: named(name, given.receipts) for name in REFERENCES} if given.receipts else results
+    names = set(given.only or CASES)
+    references = {}
+    if given.receipts:  # of `make train` on CPUs
+        for name, folder in REFERENCES.items():
+            receipt = json.loads((ROOT / f"docs/receipts/{folder}/receipt.json").read_text())
+            (weights,) = [row["weights"] for row in receipt["evaluations"] if row["step"] == given.receipts]
+            references[name] = Result(name, "passed", weights=weights)
+    else:
+        names |= {CASES[name].reference for name in names}
+    results = {name: Result(name) for name in CASES if name in names}
     try:
-        run_all(given, cases, results, references)
+        run_all(given, results, references or results)
     except Failure as failure:
         print(f"on_cluster: {failure}", file=sys.stderr)
         return 1

@@ -100,7 +100,9 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
     tmp_path: Path, digits: Path, by_torchrun: bool
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
-    run.by_torchrun, run.interpreter = by_torchrun, True
+    run.by_torchrun = run.interpreter = by_torchrun
+    if not by_torchrun:
+        run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a new interpreter inherits it
     run.start()
     signal.signal(signal.SIGHUP, before)
