@@ -153,7 +153,7 @@ def shrink_and_grow(step: int) -> Fault:
             rows = run.rows()
             tags = [rows[start]["tags"] for start in starts_of(rows)[before:]]
             counts[:] = [int(tag["world"]) // int(tag["processes_a_node"]) for tag in tags]
-            return is_finished(rows) or counts[-1:] == [2] and 1 in counts
+            return is_finished(rows) or (counts[-1:] == [2] and 1 in counts)
 
         run.wait("2 nodes to train again", has_grown)
         if counts[-1:] != [2] or 1 not in counts:

@@ -7,7 +7,6 @@ that: the namespace has a token of this process.
 
 import contextlib
 import json
-import re
 import secrets
 import subprocess
 from pathlib import Path
@@ -20,22 +19,14 @@ HELPER = "helper"
 """A pod with the volume of the runs: reads journals while trainers come and go."""
 
 _MLFLOW = """\
-import json, sys, urllib.parse, urllib.request
-def call(path, body=None, **query):
-    url = f"http://127.0.0.1:5000/api/2.0/mlflow/{path}?{urllib.parse.urlencode(query)}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(request, timeout=30))
-ids = [e["experiment_id"] for e in call("experiments/search", max_results=1000)["experiments"]]
-search = {"experiment_ids": ids, "filter": f"attributes.run_name = '{sys.argv[1]}'", "max_results": 100}
-runs = []
-for run in call("runs/search", search).get("runs", []):
-    points = []
-    for key in sorted({metric["key"] for metric in run["data"].get("metrics", [])}):
-        history = call("metrics/get-history", run_id=run["info"]["run_id"], metric_key=key, max_results=25000)
-        points += [[key, int(point.get("step", 0))] for point in history.get("metrics", [])]
-    runs.append({"status": run["info"]["status"], "points": points})
-print(json.dumps(runs))
+import json, mlflow, sys
+client, found = mlflow.MlflowClient("http://127.0.0.1:5000"), []
+ids = [experiment.experiment_id for experiment in client.search_experiments()]
+for run in client.search_runs(ids, f"attributes.run_name = '{sys.argv[1]}'"):
+    points = [client.get_metric_history(run.info.run_id, key) for key in run.data.metrics]
+    steps = [(point.key, point.step) for history in points for point in history]
+    found.append({"status": run.info.status, "points": steps})
+print(json.dumps(found))
 """
 
 
@@ -151,31 +142,19 @@ class Cluster:
         return runs
 
     def save_evidence(self, case: str) -> Path:
-        """Write logs, events, descriptions and the journal to files; return their folder."""
+        """Write logs, events, objects and the journal to files; return their folder."""
         folder = self.evidence / case
         folder.mkdir(parents=True, exist_ok=True)
-        commands: dict[str, tuple[str, ...]] = {
-            "objects.yaml": ("get", "all,pvc,endpointslices", "--output", "yaml"),
-            "describe.txt": ("describe", "jobs,pods,pvc"),
-            "events.txt": ("get", "events", "--sort-by", ".metadata.creationTimestamp", "--output", "wide"),
-            "journal.jsonl": ("exec", HELPER, "--", "cat", f"/runs/{case}/journal.jsonl"),
-            "files.txt": ("exec", HELPER, "--", "ls", "-lR", f"/runs/{case}"),
-            "pods.txt": ("get", "pods", "--output", "name"),
-        }
-
-        def write(file: str, *words: str) -> str:
+        for file, *words in (
+            ("dump.txt", "cluster-info", "dump", "--output-directory", str(folder)),
+            ("objects.txt", "describe", "jobs,pods,pvc,endpointslices"),
+            ("journal.jsonl", "exec", HELPER, "--", "cat", f"/runs/{case}/journal.jsonl"),
+            ("files.txt", "exec", HELPER, "--", "ls", "-lR", f"/runs/{case}"),
+        ):
             try:
-                text = self.kubectl(*words, timeout=60)
+                (folder / file).write_text(self.kubectl(*words))
             except Failure as error:
-                text = f"{error}\n"
-            (folder / file).write_text(text)
-            return text
-
-        pods = [write(file, *words) for file, words in commands.items()][-1]
-        for pod in re.findall("^pod/(.+)$", pods, re.MULTILINE):
-            words = ("logs", pod, "--all-containers", "--prefix", "--timestamps")
-            write(f"{pod}.log", *words)
-            write(f"{pod}.previous.log", *words, "--previous")
+                (folder / file).write_text(f"{error}\n")
         return folder
 
 
