@@ -2,7 +2,7 @@
 
 For tests that need no new interpreter. What a fork starts of the pipeline, such as ranks or
 MLflow's sender, is a fork, too. A command is `pipeline`, `torch.distributed.run` or the path of a
-script, and its arguments.
+script, and its arguments. Any other is a program, which is executed.
 """
 
 import atexit
@@ -33,6 +33,10 @@ import numpy as np
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
+
+
+def is_program(command: list[str]) -> bool:
+    return command[0] not in ("pipeline", "torch.distributed.run") and not command[0].endswith(".py")
 
 
 class Process:
@@ -188,7 +192,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 def _start(words: list[str], *others: Any) -> int:
     """Start a process for `subprocess.Popen`: a fork if it is one of the pipeline, or a script."""
     command = [*itertools.dropwhile(lambda word: word in ("-u", "-m"), words[1:])] or [""]
-    if words[0] != sys.executable or not (command[0] == "pipeline" or command[0].endswith(".py")):
+    if words[0] != sys.executable or is_program(command):
         return _execute_program(words, *others)
     cwd, variables, preexec = others[3], others[4], others[20]
     entries = [os.fsdecode(entry).partition("=") for entry in variables or ()]
@@ -235,6 +239,10 @@ def _leave_parent() -> None:
 
 def _execute(command: list[str]) -> NoReturn:
     """Run a command, and exit."""
+    if is_program(command):
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+            signal.signal(number, signal.SIG_DFL)
+        os.execvp(command[0], command)
     code = 1
     try:
         for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -274,7 +282,7 @@ def _become(command: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()  # the C library's variables point to the bytes that are written over
     os.environ.update(environment)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    words = [sys.executable, *([] if command[0].endswith(".py") else ["-m"]), *command]
+    words = command if is_program(command) else [sys.executable, "-m", *command]
     variables = [f"{name}={value}" for name, value in environment.items()]
     # arg_start, arg_end, env_start and env_end of proc(5)
     for (start, end), strings in zip(((45, 46), (47, 48)), (words, variables), strict=True):

@@ -74,9 +74,44 @@ def environment(**extra: str) -> dict[str, str]:
     return env | extra
 
 
+def run_together(
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    cwd: Path | None = None,
+    timeout: float = 600,
+    prelude: str = "",
+) -> Result:
+    """Run the commands of one process group at once; return their joined output and worst code."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        group, outputs = list[forked.Process](), list[tuple[Path, Path]]()
+        for number, (command, env) in enumerate(zip(commands, environments, strict=True)):
+            assert forked.is_program(command) or not _needs_interpreter(env), env
+            outputs.append((Path(folder, f"{number}.out"), Path(folder, f"{number}.err")))
+            group.append(forked.server().start(command, environment(**env), outputs[-1], prelude, cwd))
+        try:
+            codes = [process.wait(start + timeout - time.monotonic()) for process in group]
+        except subprocess.TimeoutExpired:
+            codes = []
+            for signum in (signal.SIGUSR1, signal.SIGKILL):  # the first makes them write their stacks
+                for process in group:
+                    kill(process.pid, signum)
+                time.sleep(1)
+        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*outputs, strict=True))
+    assert codes, f"still running after {timeout} s: {err[-20000:]}"
+    return Result(max(codes, key=abs), out, err, time.monotonic() - start)
+
+
 def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
-    """Run a command and wait for its end."""
+    """Run a command in a new interpreter, and wait for its end."""
     return run_together([[sys.executable, "-m", "pipeline", *arguments]], [env], cwd, timeout)
+
+
+def quick(
+    *arguments: str, cwd: Path | None = None, timeout: float = 300, prelude: str = "", **env: str
+) -> Result:
+    """Run a command in a fork, and wait for its end."""
+    return run_together([["pipeline", *arguments]], [env], cwd, timeout, prelude)
 
 
 def bench(
@@ -84,70 +119,13 @@ def bench(
 ) -> Result:
     """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
     script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
-    return _in_forks([*launcher, str(script), *arguments], [env], cwd, 300, "")
-
-
-def run_together(
-    commands: list[list[str]],
-    environments: list[dict[str, str]],
-    cwd: Path | None = None,
-    timeout: float = 600,
-) -> Result:
-    """Run the commands of one process group at once; return their joined output and worst code."""
-    start = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            command, env=environment(**env), cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True,
-        )
-        for command, env in zip(commands, environments, strict=True)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
-    codes = [process.returncode for process in processes]
-    return Result(max(codes, key=abs), out, err, time.monotonic() - start)
+    return run_together([[*launcher, str(script), *arguments]], [env], cwd, 300)
 
 
 def _needs_interpreter(env: dict[str, str]) -> bool:
     """Return True if a variable differs that a fork does not read again."""
     changed = environment(**env).items() ^ forked.server().environment.items()
     return any(name.startswith(_READ_AT_START) and name != "PYTHONPATH" for name, _ in changed)
-
-
-def quick(
-    *arguments: str, cwd: Path | None = None, timeout: float = 300, prelude: str = "", **env: str
-) -> Result:
-    """Run a command in a fork, and wait for its end."""
-    return _in_forks(["pipeline", *arguments], [env], cwd, timeout, prelude)
-
-
-def _in_forks(
-    command: list[str], environments: list[dict[str, str]], cwd: Path | None, timeout: float, prelude: str
-) -> Result:
-    """Run a command at once in a fork for each environment; return as `run_together`."""
-    assert not any(map(_needs_interpreter, environments)), environments
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(environments))]
-        group = [
-            forked.server().start(command, environment(**env), files, prelude, cwd)
-            for env, files in zip(environments, outputs, strict=True)
-        ]
-        try:
-            codes = [process.wait(start + timeout - time.monotonic()) for process in group]
-        except subprocess.TimeoutExpired:
-            codes = []
-            for number in (signal.SIGUSR1, signal.SIGKILL):  # the first makes them write their stacks
-                for process in group:
-                    kill(process.pid, number)
-                time.sleep(1)
-        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*outputs, strict=True))
-    assert codes, f"still running after {timeout} s: {err[-20000:]}"
-    return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
 def torchrun(nproc: int, *options: str) -> list[str]:
@@ -176,7 +154,7 @@ class Job:
     """Python statements that its first process executes first; forks of it keep what they did."""
     interpreter: bool = False
     """Start every process as a new interpreter, as for a user, and none as a fork."""
-    process: "subprocess.Popen[str] | forked.Process | None" = None
+    process: forked.Process | None = None
     started: float = 0
 
     def train_words(self) -> list[str]:
@@ -198,16 +176,10 @@ class Job:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
-        out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
-        env = environment(**self.env)
-        if not (self.interpreter or _needs_interpreter(self.env)):
-            self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
-            return self
-        assert not self.prelude
-        with open(out, "w") as out_file, open(err, "w") as err_file:
-            command = [sys.executable, "-m", *self.command()]
-            files: dict[str, Any] = {"stdout": out_file, "stderr": err_file, "text": True}
-            self.process = subprocess.Popen(command, **files, env=env, start_new_session=True)
+        command, outputs = self.command(), (self.folder.with_suffix(".out"), self.folder.with_suffix(".err"))
+        if self.interpreter or _needs_interpreter(self.env):
+            command = [sys.executable, "-m", *command]
+        self.process = forked.server().start(command, environment(**self.env), outputs, self.prelude)
         return self
 
     def wait(self, timeout: float = 240) -> Result:
@@ -252,7 +224,8 @@ class Job:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         group = _ranks(self) if self.nproc > 1 else [self.env]
-        result = _in_forks(["pipeline", *self.train_words()], group, None, 240, self.prelude)
+        commands = [["pipeline", *self.train_words()]] * len(group)
+        result = run_together(commands, group, None, 240, self.prelude)
         self.folder.with_suffix(".out").write_text(result.out)
         self.folder.with_suffix(".err").write_text(result.err)
         return result
@@ -355,7 +328,7 @@ def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
     agent = [*torchrun(job.nproc // 2, "--nnodes=2", *rendezvous), *job.train_words()]
     if not hosts:
-        return _in_forks(agent[2:], [job.env] * 2, None, 600, "")
+        return run_together([agent[2:]] * 2, [job.env] * 2)
     on_host = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
     return run_together([[*on_host, host, *agent] for host in hosts], [job.env] * 2)
 
@@ -510,7 +483,7 @@ def freeze(pids: list[int]) -> None:
     """Send SIGSTOP, and return once no thread of the processes runs any more."""
     for pid in pids:
         kill(pid, signal.SIGSTOP)
-    threads = [int(path.name) for pid in pids for path in Path(f"/proc/{pid}/task").iterdir()]
+    threads = [int(path.name) for pid in pids for path in Path(f"/proc/{pid}/task").glob("*")]
     wait_until(lambda: all(state(thread) in "TZ" for thread in threads), "end of their system calls")
 
 

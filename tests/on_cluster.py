@@ -33,6 +33,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ ROOT = Path(__file__).parents[1]
 REFERENCES = {"no-fault": "digits", "exact-one-process": "digits-exact"}
 WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 steps")
 FAULT_STEP = 40
+
+
+Fault = Callable[["Run"], list[float]]
+"""Disturbs a run; returns the seconds until it trained again, for each fault."""
 
 
 class Run:
@@ -108,12 +113,7 @@ class Run:
         pod: dict[str, Any] = self.wait(f"a pod of index {index}", living)[0]
         return pod
 
-    def delete(self, index: int) -> list[float]:
-        words = ("delete", "pod", self.pod(index)["metadata"]["name"], "--wait=false")
-        return self.disturb(lambda: self.cluster.kubectl(*words))
 
-
-Fault = Callable[[Run], list[float]]
 _LONGER = "make it longer, with train.epochs=60 in --render"
 
 
@@ -130,68 +130,59 @@ def is_active(pod: dict[str, Any]) -> bool:
     return pod["status"].get("phase") in ("Pending", "Running")
 
 
-def remove_pod(index: int, step: int = FAULT_STEP, *, by_eviction: bool = False) -> Fault:
-    def fault(run: Run) -> list[float]:
-        run.wait_for_step(step)
-        if not by_eviction:
-            return run.delete(index)
-        pod = run.pod(index)["metadata"]["name"]
-        return run.disturb(lambda: run.cluster.evict(pod))
-
-    return fault
+def remove_pod(run: Run, index: int, step: int = FAULT_STEP) -> list[float]:
+    run.wait_for_step(step)
+    words = ("delete", "pod", run.pod(index)["metadata"]["name"], "--wait=false")
+    return run.disturb(lambda: run.cluster.kubectl(*words))
 
 
-def shrink_and_grow(step: int) -> Fault:
+def evict(run: Run, index: int) -> list[float]:
+    run.wait_for_step(FAULT_STEP)
+    pod = run.pod(index)["metadata"]["name"]
+    return run.disturb(lambda: run.cluster.evict(pod))
+
+
+def shrink_and_grow(run: Run, step: int = FAULT_STEP) -> list[float]:
     """Delete pod 1: training continues on 1 node, and later on 2 again."""
+    run.wait_for_step(step)
+    before, counts = len(starts_of(run.rows())), list[int]()
+    seconds = remove_pod(run, 1, step)
 
-    def fault(run: Run) -> list[float]:
-        run.wait_for_step(step)
-        before, counts = len(starts_of(run.rows())), list[int]()
-        seconds = run.delete(1)
+    def has_grown() -> bool:
+        rows = run.rows()
+        tags = [rows[start]["tags"] for start in starts_of(rows)[before:]]
+        counts[:] = [int(tag["world"]) // int(tag["processes_a_node"]) for tag in tags]
+        return is_finished(rows) or (counts[-1:] == [2] and 1 in counts)
 
-        def has_grown() -> bool:
-            rows = run.rows()
-            tags = [rows[start]["tags"] for start in starts_of(rows)[before:]]
-            counts[:] = [int(tag["world"]) // int(tag["processes_a_node"]) for tag in tags]
-            return is_finished(rows) or (counts[-1:] == [2] and 1 in counts)
-
-        run.wait("2 nodes to train again", has_grown)
-        if counts[-1:] != [2] or 1 not in counts:
-            raise Failure(f"no start on 1 node and then one on 2, but on {counts}; {_LONGER}")
-        return seconds
-
-    return fault
+    run.wait("2 nodes to train again", has_grown)
+    if counts[-1:] != [2] or 1 not in counts:
+        raise Failure(f"no start on 1 node and then one on 2, but on {counts}; {_LONGER}")
+    return seconds
 
 
-def suspend(step: int) -> Fault:
-    def patch(run: Run, value: bool) -> None:
+def suspend(run: Run, step: int = FAULT_STEP) -> list[float]:
+    def patch(value: bool) -> None:
         run.cluster.kubectl("patch", "job", "trainer", "--patch", json.dumps({"spec": {"suspend": value}}))
 
-    def fault(run: Run) -> list[float]:
-        run.wait_for_step(step)
-        patch(run, True)
-        run.wait("the suspended pods to be gone", lambda: not any(map(is_active, run.cluster.pods())))
-        return run.disturb(lambda: patch(run, False))
-
-    return fault
+    run.wait_for_step(step)
+    patch(True)
+    run.wait("the suspended pods to be gone", lambda: not any(map(is_active, run.cluster.pods())))
+    return run.disturb(lambda: patch(False))
 
 
-def darken(index: int, step: int = FAULT_STEP) -> Fault:
-    def fault(run: Run) -> list[float]:
-        run.wait_for_step(1)
-        node = run.pod(index)["spec"]["nodeName"]
-        run.cluster.start_helper(run.documents, avoid_node=node)
-        run.wait_for_step(step)
-        try:
-            return run.disturb(lambda: shell(run.given.freeze, node), 300)
-        finally:
-            shell(run.given.thaw, node)
-
-    return fault
+def darken(run: Run, index: int, step: int = FAULT_STEP) -> list[float]:
+    run.wait_for_step(1)
+    node = run.pod(index)["spec"]["nodeName"]
+    run.cluster.start_helper(run.documents, avoid_node=node)
+    run.wait_for_step(step)
+    try:
+        return run.disturb(lambda: shell(run.given.freeze, node), 300)
+    finally:
+        shell(run.given.thaw, node)
 
 
-def in_turn(*faults: Fault) -> Fault:
-    return lambda run: [seconds for fault in faults for seconds in fault(run)]
+def in_turn(run: Run, *, faults: tuple[Fault, ...]) -> list[float]:
+    return [seconds for fault in faults for seconds in fault(run)]
 
 
 def remove_mlflow(run: Run) -> list[float]:
@@ -239,22 +230,23 @@ CASES = {
     case.name: case
     for case in (
         Case("no-fault", "the reference of the cases below"),
-        Case("worker-deleted", "pod 1 deleted", remove_pod(1)),
-        Case("node-0-deleted", "pod 0 deleted", remove_pod(0)),
-        Case("evicted", "pod 1 evicted, as by a drain", remove_pod(1, by_eviction=True)),
-        Case("evicted-node-0", "pod 0 evicted", remove_pod(0, by_eviction=True)),
+        Case("worker-deleted", "pod 1 deleted", partial(remove_pod, index=1)),
+        Case("node-0-deleted", "pod 0 deleted", partial(remove_pod, index=0)),
+        Case("evicted", "pod 1 evicted, as by a drain", partial(evict, index=1)),
+        Case("evicted-node-0", "pod 0 evicted", partial(evict, index=0)),
         Case("suspended", "the Job suspended and resumed, twice",
-             in_turn(suspend(FAULT_STEP), suspend(100))),
+             partial(in_turn, faults=(suspend, partial(suspend, step=100)))),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
         Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"),
              "exact-one-process"),
-        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow(FAULT_STEP), _ELASTIC,
+        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow, _ELASTIC,
              "exact-one-process"),
         Case("in-turn", "elastic: pod 1 deleted, pod 0 deleted, its node frozen and thawed, suspended",
-             in_turn(shrink_and_grow(8), remove_pod(0, 28), darken(0, 44), suspend(66)),
+             partial(in_turn, faults=(partial(shrink_and_grow, step=8), partial(remove_pod, index=0, step=28),
+                                      partial(darken, index=0, step=44), partial(suspend, step=66))),
              _ELASTIC, "exact-one-process"),
-        Case("dark-node-0", "the node of pod 0 frozen, later thawed", darken(0), after=sync),
-        Case("dark-node-1", "the node of pod 1 frozen, later thawed", darken(1), after=sync),
+        Case("dark-node-0", "the node of pod 0 frozen, later thawed", partial(darken, index=0), after=sync),
+        Case("dark-node-1", "the node of pod 1 frozen, later thawed", partial(darken, index=1), after=sync),
     )
 }  # fmt: skip
 

@@ -101,11 +101,8 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
     run.by_torchrun = run.interpreter = by_torchrun
-    if not by_torchrun:
-        run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a new interpreter inherits it
+    run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     run.start()
-    signal.signal(signal.SIGHUP, before)
     run.wait_for_step(2)
     for pid in run.processes():
         kill(pid, signal.SIGHUP)
@@ -197,16 +194,6 @@ def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, di
     assert result.code == 4, result.err
     assert f"run.dir={run.folder} was removed or renamed" in result.error
     assert "disk" not in result.err
-
-
-def test_a_program_may_train_in_a_thread(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=1", "train.max_steps=2", nproc=1)
-    run.prelude = (
-        "import concurrent.futures, pipeline.cli.main as cli\n"
-        "main = cli.main\n"
-        "cli.main = lambda words: concurrent.futures.ThreadPoolExecutor().submit(main, words).result()\n"
-    )
-    assert run.run().done["step"] == "2"
 
 
 def test_a_stop_cuts_neither_slow_steps_nor_saves_short(
