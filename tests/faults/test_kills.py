@@ -3,7 +3,6 @@
 `test_nodes.py` has the same for nodes.
 """
 
-import functools
 import random
 import shlex
 import signal
@@ -11,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -34,7 +32,6 @@ EVERY = 7
 WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2")
 ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": "A4", "loader worker": "A5",
         "save after SIGTERM": "B4"}  # fmt: skip
-Undisturbed = Callable[[int], Job]
 
 
 def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
@@ -44,31 +41,27 @@ def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
     return Job(folder, words, nproc=world)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Undisturbed:
-    """Return a function that makes a run without faults, once for each number of processes."""
-
-    @functools.cache
-    def run_once(world: int) -> Job:
-        run = job(tmp_path_factory.mktemp("undisturbed") / "run", digits, world, is_tracked=world == 2)
-        run.interpreter = True  # forks of one process have the same hashes, for example
-        return run.finished()
-
-    return run_once
+@pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path
+) -> Job:
+    world = request.param
+    run = job(tmp_path_factory.mktemp("undisturbed") / "run", digits, world, is_tracked=world == 2)
+    run.interpreter = True  # forks of one process have the same hashes, for example
+    return run.finished()
 
 
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", "B4", ci=1, long=15)
-@pytest.mark.parametrize("world", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, undisturbed: Undisturbed, world: int, seed: int, full: bool, notes: Notes
+    tmp_path: Path, digits: Path, undisturbed: Job, seed: int, full: bool, notes: Notes
 ) -> None:
+    world = undisturbed.nproc
     # in the other cases the journal, from which MLflow gets its data, is enough
     is_tracked = world == 2 and seed == 0
     draw = random.Random(1000 * world + seed)
     kinds = [*ROWS] * (2 if full and world < 4 else 1)  # with 4 processes restarts take long
-    expected = undisturbed(world)
     run = job(tmp_path / "faulty", digits, world, is_tracked=is_tracked).start()
-    share = expected.step() // (len(kinds) + 1)
+    share = undisturbed.step() // (len(kinds) + 1)
     try:
         for number, kind in enumerate(draw.sample(kinds, len(kinds))):
             run.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
@@ -77,9 +70,9 @@ def test_killed_processes_end_with_the_same_bits(
     finally:
         run.clean()
     assert result.code == 0, result.err
-    assert_same(run, expected)
+    assert_same(run, undisturbed)
     if is_tracked:
-        assert _mlflow_history(run) == _mlflow_history(expected)
+        assert _mlflow_history(run) == _mlflow_history(undisturbed)
 
 
 def _inject(run: Job, kind: str, draw: random.Random) -> float:
