@@ -136,7 +136,6 @@ def torchrun(nproc: int, *options: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing uses at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -161,7 +160,6 @@ class Job:
         return ["train", *self.arguments, f"run.dir={self.folder}"]
 
     def command(self) -> list[str]:
-        """Return the module and its arguments."""
         if self.by_torchrun:
             return [*torchrun(self.nproc)[2:], *self.train_words()]
         processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
@@ -201,11 +199,9 @@ class Job:
         time.sleep(1)
 
     def run(self) -> Result:
-        """Train to the end."""
         return self.start().wait()
 
     def send(self, number: int) -> None:
-        """Send a signal to the process that was started."""
         assert self.process
         kill(self.process.pid, number)
 
@@ -277,7 +273,6 @@ class Job:
         raise AssertionError(f"no {what} in {timeout} s: {self.log()[-20000:]}")
 
     def is_saving(self) -> bool:
-        """Return True while a checkpoint is being written."""
         folder = self.folder / "checkpoints"
         return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
 
@@ -296,17 +291,14 @@ class Job:
 
     def wait_gone(self, seconds: float) -> None:
         """Fail if a process of this run is alive after `seconds` (and more, on a busy machine)."""
-        end = time.monotonic() + seconds * SHARING + 10
-        while left := self.processes():
-            if time.monotonic() > end:
-                self.clean()
-                raise AssertionError(f"alive after {seconds} s: {left}")
-            time.sleep(0.05)
+        try:
+            wait_until(lambda: not self.processes(), "end of all processes", seconds * SHARING + 10)
+        finally:
+            self.clean()
         assert self.process
         self.process.wait(5)
 
     def clean(self) -> None:
-        """Kill all processes of this run."""
         for pid in self.processes():
             kill(pid, signal.SIGKILL)
 
@@ -433,8 +425,7 @@ def refused(call: Callable[[], object]) -> str:
     """Return the one line with which a call is refused."""
     with pytest.raises(RequestError) as refusal:
         call()
-    line = str(refusal.value)
-    assert len(line.splitlines()) == 1
+    (line,) = str(refusal.value).splitlines()
     return line
 
 
@@ -442,12 +433,12 @@ def in_ranks(function: Callable[..., object], size: int, *arguments: object) -> 
     """Call `function(rank, address, *arguments)` in forks of this process. Return exit codes."""
     address = f"tcp://127.0.0.1:{free_port()}"
     process = multiprocessing.get_context("fork").Process  # of torch, which this process has imported
-    processes = [process(target=function, args=(rank, address, *arguments)) for rank in range(size)]
-    for rank in processes:
+    ranks = [process(target=function, args=(rank, address, *arguments)) for rank in range(size)]
+    for rank in ranks:
         rank.start()
-    for rank in processes:
+    for rank in ranks:
         rank.join()
-    return [rank.exitcode for rank in processes]
+    return [rank.exitcode for rank in ranks]
 
 
 def kill(pid: int, number: int) -> None:

@@ -59,20 +59,15 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         assert run.journal("train/", "val/") == uninterrupted.journal("train/", "val/")
 
 
-@pytest.mark.parametrize(
-    ("number", "nproc", "by_torchrun"),
-    [(signal.SIGTERM, 2, True), (signal.SIGHUP, 1, False), (signal.SIGHUP, 2, False)],
-)
-def test_a_signal_to_the_launcher_saves_that_step(
-    tmp_path: Path, digits: Path, number: int, nproc: int, by_torchrun: bool
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_closed_terminal_stops_a_run_which_saves_that_step(
+    tmp_path: Path, digits: Path, nproc: int
 ) -> None:
-    """Test with loader workers: torchrun's agent signals the whole process group."""
-    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc)
-    run.by_torchrun = by_torchrun
-    run.start().wait_for_step(5)
-    result = run.stop(number)
-    assert result.code == (1 if by_torchrun else 75)  # torchrun exits 1 for every failure
-    assert by_torchrun or f"step {run.step()} is saved" in result.error
+    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start()
+    run.wait_for_step(5)
+    result = run.stop(signal.SIGHUP)
+    assert result.code == 75
+    assert f"step {run.step()} is saved" in result.error
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
@@ -96,19 +91,19 @@ def test_signals_to_loader_workers_or_again_do_not_break_the_save(tmp_path: Path
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
-def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
+def test_nohup_keeps_a_run_and_all_its_processes_until_its_launcher_is_stopped(
     tmp_path: Path, digits: Path, by_torchrun: bool
 ) -> None:
+    """Test with loader workers: torchrun's agent signals the whole process group."""
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
     run.by_torchrun = run.interpreter = by_torchrun
     run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    run.start()
-    run.wait_for_step(2)
+    run.start().wait_for_step(2)
     for pid in run.processes():
         kill(pid, signal.SIGHUP)
     run.wait_for_step(run.step() + 5)
     assert len(run.ranks()) == 2, "no rank ended"
-    assert run.stop().code == (1 if by_torchrun else 75)
+    assert run.stop().code == (1 if by_torchrun else 75)  # torchrun exits 1 for every failure
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 

@@ -173,56 +173,32 @@ os.listdir = lambda path=".": listdir(path)[::-2] if is_late(path) else listdir(
     assert len(lines) == 1
 
 
-@pytest.fixture(scope="module")
-def uninterrupted_folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """Run two processes with loader workers on a folder that is always reachable."""
-    return from_folder(tmp_path_factory.mktemp("folder") / "run", digits).finished()
-
-
-def from_folder(folder: Path, root: Path, *more: str) -> Job:
-    return job(folder, root, "data.source=folder", "data.workers=4", "evaluate.every=9 steps", *more, nproc=2)
-
-
-def assert_same(run: Job, expected: Job) -> None:
-    """Assert that a run has the weights and samples of another, and reported no image as bad."""
-    assert run.output() == expected.output()
-    assert run.trace() == expected.trace()
-    assert all(row.get("event") != "bad image" for row in read_rows(run.folder / "journal.jsonl"))
-
-
 @pytest.mark.fault("J3", ci=1, long=5)
-def test_a_run_waits_for_data_that_is_unreachable_for_a_while(
-    tmp_path: Path, digits: Path, uninterrupted_folder: Job, seed: int
+def test_a_run_waits_for_data_out_of_reach_and_exits_75_if_it_does_not_come_back(
+    tmp_path: Path, digits: Path, seed: int
 ) -> None:
-    root = shutil.copytree(digits, tmp_path / "data")
-    run = from_folder(tmp_path / "run", root).start()
+    words = ("data.source=folder", "data.workers=4", "evaluate.every=9 steps", "run.timeout=20")
+    expected = job(tmp_path / "uninterrupted", digits, *words, nproc=2).finished()
+    root, away = shutil.copytree(digits, tmp_path / "data"), tmp_path / "away"
+    run = job(tmp_path / "run", root, *words, nproc=2).start()
     run.wait_for_step(1 + seed)
-    root.rename(tmp_path / "away")
+    root.rename(away)
     run.wait_until(lambda: "waiting for it" in run.log(), "warning about the data")
     time.sleep(3)
-    (tmp_path / "away").rename(root)
-    assert 1 <= run.wait().err.count("the data is out of reach") <= 4, "at most once a loader"
-    assert_same(run, uninterrupted_folder)
-
-
-@pytest.mark.full
-@pytest.mark.fault("J3", ci=1, long=5)
-def test_data_that_stays_unreachable_ends_the_run_and_the_same_command_resumes_it(
-    tmp_path: Path, digits: Path, uninterrupted_folder: Job, seed: int
-) -> None:
-    root = shutil.copytree(digits, tmp_path / "data")
-    run = from_folder(tmp_path / "run", root, "run.timeout=8").start()
-    run.wait_for_step(4 + seed)
-    root.rename(tmp_path / "away")
+    away.rename(root)
+    run.wait_for_step(run.step() + 3)
+    assert 1 <= run.log().count("the data is out of reach") <= 4, "at most once a loader"
+    root.rename(away)
     result = run.wait()
     assert result.code == 75, "before run.timeout, which ends with 1"
     assert result.error.startswith(f"the data is out of reach ({root}/")
     assert "give the same command again" in result.error
     second = run.run()
     assert (second.code, f"data.root={root} is missing or empty" in second.error) == (75, True)
-    (tmp_path / "away").rename(root)
-    run.run_in_forks()
-    assert_same(run, uninterrupted_folder)
+    away.rename(root)
+    assert run.run_in_forks().out == expected.output()
+    assert run.trace() == expected.trace()
+    assert all(row.get("event") != "bad image" for row in read_rows(run.folder / "journal.jsonl"))
 
 
 @pytest.mark.full
