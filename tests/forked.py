@@ -89,7 +89,6 @@ class Forked:
         It leads a session of its own, and its command line shows the command. outputs: the files of
         standard output and standard error. prelude: Python statements that it executes first.
         """
-        assert self._server.stdin
         assert len(os.fsencode(" ".join(command))) < _COMMAND_BYTES
         files = Path(self._folder.name, str(next(self._numbers)))
         pid, code = files.with_suffix(".pid"), files.with_suffix(".code")

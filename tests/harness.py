@@ -182,7 +182,6 @@ class Job:
 
     def wait(self, timeout: float = 240) -> Result:
         """Return the result of the process; fail with the stacks in the log after `timeout` s."""
-        assert self.process
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -202,7 +201,6 @@ class Job:
         return self.start().wait()
 
     def send(self, number: int) -> None:
-        assert self.process
         kill(self.process.pid, number)
 
     def stop(self, number: int = signal.SIGTERM) -> Result:
@@ -261,7 +259,6 @@ class Job:
 
     def wait_until(self, condition: Any, what: str, timeout: float = 120, pause: float = 0.005) -> Any:
         """Return the condition's first true value; fail if the process ends or at the timeout."""
-        assert self.process
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if found := condition():
@@ -278,7 +275,6 @@ class Job:
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, in rank order."""
-        assert self.process
         if self.nproc == 1 and not self.by_torchrun:
             return [self.process.pid]
         found = [(variable(pid, "RANK"), pid) for pid in children(self.process.pid)]
@@ -295,7 +291,6 @@ class Job:
             wait_until(lambda: not self.processes(), "end of all processes", seconds * SHARING + 10)
         finally:
             self.clean()
-        assert self.process
         self.process.wait(5)
 
     def clean(self) -> None:

@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import forked
 import jsonschema
@@ -101,25 +99,28 @@ membership.LOST_S = rendezvous.LOST_S = 8
 """
 
 
-class Agents:
-    """torchrun agents on this machine, forks; the first is never stopped."""
+class Agents(Job):
+    """A training by torchrun agents on this machine, forks; the first is never stopped."""
+
+    starts_before = 0
 
     def __init__(
         self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120"
     ) -> None:
         words = ("digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words)
-        self.run, self.port = Job(folder / "run", list(words)), free_port()
+        super().__init__(folder / "run", list(words))
+        self.port, self.logs = free_port(), list[Path]()
         self.options = [f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-conf={conf}",
                         f"--rdzv-endpoint=localhost:{self.port}", "--max-restarts=1000",
                         "--rdzv-id=test"]  # fmt: skip
         self.running: list[forked.Process] = []
-        self.logs: list[Path] = []
 
     def start(self) -> "Agents":
         """Start one more agent."""
-        log = self.run.folder.with_name(f"agent-{len(self.logs)}.log")
-        command = [*torchrun(1, *self.options)[2:], *self.run.train_words()]
+        log = self.folder.parent / f"agent-{len(self.logs)}.log"
+        command = [*torchrun(1, *self.options)[2:], *self.train_words()]
         self.running.append(forked.server().start(command, environment(), (log, log), SOONER))
+        self.process = self.running[0]
         self.logs.append(log)
         return self
 
@@ -128,34 +129,22 @@ class Agents:
         agent = self.running.pop(place)
         kill(agent.pid, number)
         agent.wait(60)
-
-    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        """Return the condition's first true value; fail if the first agent ends before."""
-
-        def is_met() -> Any:
-            found = condition()
-            assert found or self.running[0].poll() is None, self.log()
-            return found
-
-        return wait_until(is_met, what, 90 * SHARING)
+        self.process = (self.running or [agent])[0]
 
     def wait_for_leader(self) -> None:
         """Wait until an agent leads: other agents can connect to it."""
         pids = [agent.pid for agent in self.running]
-        self.wait_for(lambda: self.port in {port for _, port in listening(pids)}, "leader")
+        self.wait_until(lambda: self.port in {port for _, port in listening(pids)}, "leader")
 
     def wait_for_world(self, size: int) -> int:
         """Wait until a step is made by `size` processes; return it."""
 
         def step() -> int:
-            *_, start = {"tags": {"world": 0}, "step": 0}, *self.run.starts()
-            step = self.run.step()
+            *_, start = {"tags": {"world": 0}, "step": 0}, *self.starts()
+            step = self.step()
             return step if start["tags"]["world"] == size and step > start["step"] else 0
 
-        return int(self.wait_for(step, f"world of {size}"))
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: self.run.step() >= step, f"step {step}")
+        return int(self.wait_until(step, f"world of {size}"))
 
     def log(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in self.logs)
@@ -166,7 +155,7 @@ class Agents:
     def __exit__(self, *_: object) -> None:
         for agent in self.running:
             kill(agent.pid, signal.SIGKILL)
-        self.run.clean()
+        self.clean()
 
 
 @pytest.mark.fault("M1", ci=1, long=5)
@@ -174,19 +163,18 @@ def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Pa
     """The worlds are 2, 1, 2, 3 and 1; nodes leave by SIGTERM (drained) or SIGKILL (lost)."""
     draw = random.Random(seed)
     words = ("run.exact=true", "exact.shards=6", "train.epochs=1000")
-    with Agents(tmp_path, digits, "1:3", *words) as agents:
-        run = agents.run
-        agents.start().start()
+    with Agents(tmp_path, digits, "1:3", *words) as run:
+        run.start().start()
         for size, change in ((2, -1), (1, 1), (2, 1), (3, -2), (1, -1)):
-            agents.wait_for_step(agents.wait_for_world(size) + draw.randint(1, 5))
+            run.wait_for_step(run.wait_for_world(size) + draw.randint(1, 5))
             for _ in range(change):
-                agents.start()
+                run.start()
             for _ in range(-change):
-                is_last = len(agents.running) == 1
-                agents.stop(signal.SIGTERM if is_last else draw.choice((signal.SIGTERM, signal.SIGKILL)))
+                is_last = len(run.running) == 1
+                run.stop(signal.SIGTERM if is_last else draw.choice((signal.SIGTERM, signal.SIGKILL)))
     resized = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "resized"]
     sizes = [(row["before"], row["processes"]) for row in resized]
-    assert sizes == [(2, 1), (1, 2), (2, 3), (3, 1)], agents.log()
+    assert sizes == [(2, 1), (1, 2), (2, 3), (3, 1)], run.log()
     assert_each_sample_once(run.trace(), 48)
     until = [*run.arguments, f"train.max_steps={run.step()}"]
     whole = Job(tmp_path / "whole", until).finished()
@@ -203,7 +191,7 @@ def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(
         agents.wait_for_world(2)
         (waiting,) = [agent for agent in agents.running if not children(agent.pid)]
         agents.stop(signal.SIGTERM, agents.running.index(waiting))  # a signal ends a wait
-    assert {row["tags"]["world"] for row in agents.run.starts()} == {2}
+    assert {row["tags"]["world"] for row in agents.starts()} == {2}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +210,7 @@ def test_an_agent_that_cannot_train_says_why(
         assert agents.start().running[0].wait(120) == code, agents.log()
     assert says in agents.log()
     assert code == 1 or "Traceback" not in agents.log()
-    assert not agents.run.starts()
+    assert not agents.starts()
 
 
 NEIGHBOURS = json.loads((Path(__file__).parent / "neighbours.json").read_text())
@@ -267,23 +255,22 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
     length = ("run.exact=true", "train.epochs=100", "train.max_steps=40", "evaluate.every=1000 epochs")
     places = ("data.source=pack", f"data.root={bucket.place}/data", f"checkpoint.mirror={bucket.place}/run")
     disks = [tmp_path / f"disk-{number}" for number in range(3)]
-    with Agents(tmp_path, digits, "2", *length, *places) as agents:
-        run = agents.run
+    with Agents(tmp_path, digits, "2", *length, *places) as run:
         for run.folder in disks[:2]:
-            agents.start().wait_for_leader()
+            run.start().wait_for_leader()
         run.folder = disks[0]
-        agents.wait_for_step(agents.wait_for_world(2) + random.Random(seed).randint(8, 20))
-        lost, began = agents.running[0].pid, time.monotonic()
-        agents.stop(signal.SIGKILL, 0)
+        run.wait_for_step(run.wait_for_world(2) + random.Random(seed).randint(8, 20))
+        lost, began = run.running[0].pid, time.monotonic()
+        run.stop(signal.SIGKILL, 0)
         wait_until(lambda: not children(lost), "end of its ranks")
         shutil.rmtree(disks[0])
         run.folder = disks[2]
-        agents.wait_for_leader()
-        agents.start()
+        run.wait_for_leader()
+        run.start()
         run.folder = disks[1]
-        agents.wait_for_world(2)
+        run.wait_for_world(2)
         notes.note("K5", seconds=time.monotonic() - began)
-        assert agents.running[0].wait(120 * SHARING) == 0, agents.log()
+        assert run.running[0].wait(120 * SHARING) == 0, run.log()
     assert [row["step"] > 0 for row in run.starts()] == [False, True], "it continues"
     assert bucket.read("run/journal.jsonl") == (run.folder / "journal.jsonl").read_bytes()
     whole = Job(tmp_path / "whole", ["digits", f"data.root={digits}", *SMALL, *length])
@@ -293,22 +280,21 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
 
 def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(tmp_path: Path, digits: Path) -> None:
     """A node joins, then node 0 is lost and replaced: torchrun counts no restart of the ranks."""
-    with Agents(tmp_path, digits, "1:2", "train.epochs=1000", "checkpoint.keep=10") as agents:
-        run = agents.run
+    with Agents(tmp_path, digits, "1:2", "train.epochs=1000", "checkpoint.keep=10") as run:
         before = Job(run.folder, [*run.arguments, "train.max_steps=8"]).finished()
         (checkpoint,) = [path for path in before.checkpoints() if step_of(path) == 4]
         run.arguments.append(f"run.resume={checkpoint}")
         count = len(run.starts())
-        agents.start().wait_for(lambda: len(run.starts()) > count, "start")
+        run.start().wait_until(lambda: len(run.starts()) > count, "start")
         for change in (1, -1, 1):
             size = run.starts()[-1]["tags"]["world"]
-            agents.wait_for_step(agents.wait_for_world(size) + 5)
+            run.wait_for_step(run.wait_for_world(size) + 5)
             if change > 0:
-                agents.start()
+                run.start()
             else:
-                agents.stop(signal.SIGKILL, 0)
-            agents.wait_for_world(size + change)
+                run.stop(signal.SIGKILL, 0)
+            run.wait_for_world(size + change)
     first, *steps = [row["step"] for row in run.starts()[count:]]
-    assert first == 4 < steps[0], agents.log()
-    assert steps == sorted(set(steps)), agents.log()
+    assert first == 4 < steps[0], run.log()
+    assert steps == sorted(set(steps)), run.log()
     assert len([*run.folder.glob("before-*")]) == 1, "set aside once"

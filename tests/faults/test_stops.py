@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from harness import SMALL, Job, before_each, children, command_line, kill, quick, wait_until
+from harness import SMALL, Job, assert_same, before_each, children, command_line, kill, quick, wait_until
 
 from faults.ledger import Notes
 from pipeline.errors import RunError, TemporaryError
@@ -54,9 +54,8 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         assert f"step {saved} is saved" in result.error
     if full:
         uninterrupted = job(tmp_path / "uninterrupted", digits, nproc=ranks)
-        assert run.run_in_forks().done == uninterrupted.run_in_forks().done
-        assert run.trace() == uninterrupted.trace()
-        assert run.journal("train/", "val/") == uninterrupted.journal("train/", "val/")
+        assert run.run_in_forks().out == uninterrupted.run_in_forks().out
+        assert_same(run, uninterrupted)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
