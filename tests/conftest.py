@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest = [
         "test_mirror", "test_kills", "test_rendezvous", "test_tracking", "test_nodes", "test_lock",
         "test_equivalence", "test_compile", "test_stops", "test_security", "test_store_data",
-        "test_bench", "test_docs", "test_dry_run", "test_kinds", "test_parts", "test_hangs", "test_models",
+        "test_bench", "test_docs", "test_dry_run", "test_kinds", "test_hangs", "test_models",
         "test_doctor", "test_parallel",
     ]  # fmt: skip
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))

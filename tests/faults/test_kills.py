@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from harness import (
     Job,
     assert_each_sample_once,
     assert_same,
+    before_each,
     children,
     command_line,
     environment,
@@ -199,6 +201,41 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     assert [(row["step"], row["resumed"]) for row in run.starts()] == [(10, True)] * 4
     assert run.trace() == expected.trace()
     assert run.journal("train/", "val/") == expected.journal("train/", "val/")
+
+
+PHASES = {"validation": "evaluate", "save": "save", "first step": "update_once"}
+"""Each phase -> its function of the loop."""
+
+
+@pytest.mark.fault("J2", ci=1, long=20)
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("stages", marks=pytest.mark.full)])
+def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
+    tmp_path: Path, digits: Path, parallel: str, seed: int, full: bool, notes: Notes
+) -> None:
+    """No process has the full model. The next start begins with the validation, before any step."""
+    draw = random.Random(f"{parallel} {seed}")
+    instants = (
+        list(product(PHASES, (signal.SIGKILL, signal.SIGTERM))) if full else [("validation", signal.SIGTERM)]
+    )
+    order = draw.sample(instants, len(instants))
+    order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
+    # 45 batches are evaluated, which takes long
+    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "data.workers=0",
+             f"train.max_steps={36 if full else 12}", "evaluate.every=6 steps", "evaluate.batch=8",
+             "checkpoint.every=4 steps"]  # fmt: skip
+    run = Job(tmp_path / "run", words, nproc=2)
+    for phase, number in order:
+        is_for_all = number == signal.SIGKILL and draw.random() < 0.5
+        ranks = "01" if is_for_all else draw.choice("01")
+        timer = f"threading.Timer({draw.uniform(0, 0.1)}, os.kill, (os.getpid(), {number:d}))"
+        fault = f"if os.environ['RANK'] in {ranks!r}: {timer}.start()"
+        run.prelude = before_each(f"pipeline.train.loop.{PHASES[phase]}", fault)
+        result = run.run()
+        assert result.code == (75 if number == signal.SIGTERM else 1), (phase, number, result.err)
+        run.wait_gone(5)
+        notes.note("J2")
+    run.prelude = ""
+    assert_same(run.finished(), Job(tmp_path / "undisturbed", words, nproc=2).finished())
 
 
 def _mlflow_history(run: Job) -> list[list[tuple[object, ...]]]:

@@ -1,25 +1,20 @@
 """Full or read-only disks, differing listings and a jumping clock never change the weights."""
 
-import errno
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, kill, pipeline, quick, read_rows, run_together
+from harness import SMALL, Job, kill, pipeline, quick, read_rows
 from place import SMALL as PLACE
 from place import Place
 
 from faults.ledger import Notes
-from pipeline.errors import RequestError
 from pipeline.record.checkpoint_files import read_verified, step_of
-from pipeline.record.folder import RunFolder
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
@@ -119,30 +114,12 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line(
     notes.note(row)
 
 
-@pytest.mark.usefixtures("jpegtran")
-def test_a_full_dev_shm_is_named_by_pack(place: Place) -> None:
-    script = 'mount -t tmpfs -o size=2m tmpfs /dev/shm; head -c 2048k /dev/zero >/dev/shm/full; exec "$@"'
-    shell = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "pipeline"]
-    result = run_together([[*shell, "data", "pack", "images", "packed", "--workers", "2"]], [{}], place.path)
-    assert result.code == 4
-    assert "cannot start: No space left on device: give them a /dev/shm" in result.error
-
-
 def test_a_long_path_of_temporary_files_is_no_obstacle_and_nothing_stays_there(place: Place) -> None:
     temporary = place.path / ("t" * 100)  # the path of a socket ends at 107 characters
     temporary.mkdir()
     words = ["train", "digits", *PLACE, "data.workers=1", "run.dir=runs/new", "--nproc", "2"]
     assert pipeline(*words, cwd=place.path, TMPDIR=str(temporary)).code == 0
     assert {name.partition("_")[0] for name in os.listdir(temporary)} <= {"torchinductor"}, "torch's cache"
-
-
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lockf(descriptor: int, kind: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", lockf)
-    with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be locked: No locks available"):
-        RunFolder(tmp_path).hold()
 
 
 @pytest.mark.full
