@@ -89,10 +89,10 @@ class Node:
 
 
 class Nodes:
-    """The nodes of one job; a context manager that removes all of them at its end."""
+    """The two nodes of a job; a context manager that removes them at its end."""
 
-    def __init__(self, folder: Path, count: int, *words: str) -> None:
-        self.run, self.count = Job(folder / "run", ["digits", *words, "data.workers=1"]), count
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.run = Job(folder / "run", ["digits", *words, "data.workers=1"])
         self._all: list[Node] = []
         self._current: dict[int, Node] = {}
         folder.mkdir(parents=True)
@@ -122,13 +122,13 @@ class Nodes:
         self._write_names()
         program, *words = command or settings.COMMAND
         request = [*self.run.arguments, f"run.dir={self.run.folder}"]
-        env = environment(**settings.environment(self.count, 1))
+        env = environment(**settings.environment(2, 1))
         env |= {"PIPELINE_FINISHED": str(folder / f"finished-{index}")}  # in a pod: its own /tmp
         node.start([str(BIN / program), *words, *request], folder / f"node-{index}.log", env)
         return node
 
     def start_all(self) -> "Nodes":
-        for index in range(self.count):
+        for index in range(2):
             self.start(index)
         return self
 

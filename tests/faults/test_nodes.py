@@ -27,7 +27,7 @@ ROWS = {"a rank killed": "A1", "node 0 killed": "G3", "node 1 killed": "G3", "a 
 def job(folder: Path, digits: Path, *more: str) -> Nodes:
     words = (f"data.root={digits}", *SMALL, "train.epochs=100", f"train.max_steps={STEPS}",
              "evaluate.every=1000 epochs", f"checkpoint.every={EVERY} steps")  # fmt: skip
-    return Nodes(folder / "job", 2, *words, *more)
+    return Nodes(folder / "job", *words, *more)
 
 
 @pytest.fixture(scope="module")
