@@ -34,13 +34,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore i
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add = parser.addoption
-    add(
-        "--full",
-        action="store_true",
-        help="also run the tests that repeat a promise at more sizes, as CI does",
-    )
+    add("--full", action="store_true", help="also run tests that repeat a promise at more sizes, as CI does")
     add("--engine", action="store_true", help="run only the tests that build and run containers")
-    add("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,17 +48,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest = [
         "test_mirror", "test_kills", "test_rendezvous", "test_tracking", "test_nodes", "test_lock",
         "test_equivalence", "test_compile", "test_stops", "test_security", "test_store_data",
-        "test_bench", "test_docs", "test_dry_run", "test_portable", "test_parts", "test_hangs", "test_models",
+        "test_bench", "test_docs", "test_dry_run", "test_portable", "test_hangs", "test_models",
         "test_doctor", "test_parallel",
     ]  # fmt: skip
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
-    deselected = [
-        item
-        for item in items
-        if bool(item.get_closest_marker("engine")) != config.getoption("--engine")
-        or (item.get_closest_marker("full") and not _is_full(config))
-        or (item.get_closest_marker("long") and config.getoption("--faults") != "long")
-    ]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        marks = {mark.name for mark in item.iter_markers()}
+        return (
+            ("engine" in marks) != config.getoption("--engine")
+            or ("full" in marks and not _is_full(config))
+            or ("long" in marks and config.getoption("--faults") != "long")
+        )
+
+    deselected = [item for item in items if is_left_out(item)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
 
@@ -109,7 +107,8 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def outage(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--outage")
+    """Return the seconds that the MLflow server is away."""
+    return 20 if request.config.getoption("--faults") == "long" else 8
 
 
 @pytest.fixture(scope="session")
@@ -163,23 +162,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Start a real S3 server, once for all tests."""
-    yield from _running(Weed(tmp_path_factory.mktemp("weed")))
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> S3Server:
+    """Start a real S3 server, once for all tests. It ends with this process."""
+    return Weed(tmp_path_factory.mktemp("weed")).start().wait_ready()
 
 
 @pytest.fixture(scope="session")
-def weak_object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def weak_object_store(tmp_path_factory: pytest.TempPathFactory) -> S3Server:
     """Start an S3 server that ignores the conditions of a write, and answers ranges with 200."""
-    yield from _running(Rclone(tmp_path_factory.mktemp("rclone")))
-
-
-def _running(server: S3Server) -> Iterator[S3Server]:
-    server.start()
-    try:
-        yield server.wait_ready()
-    finally:
-        server.kill()
+    return Rclone(tmp_path_factory.mktemp("rclone")).start().wait_ready()
 
 
 @pytest.fixture

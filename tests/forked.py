@@ -2,19 +2,20 @@
 
 For tests that need no new interpreter. What a fork starts of the pipeline, such as ranks or
 MLflow's sender, is a fork, too. A command is `pipeline`, `torch.distributed.run` or the path of a
-script, and its arguments.
+script, and its arguments. Any other is a program, which is executed.
 """
 
 import atexit
 import ctypes
 import faulthandler
+import fcntl
+import functools
 import gc
 import itertools
 import json
 import logging
 import os
 import runpy
-import select
 import signal
 import sqlite3
 import subprocess
@@ -23,7 +24,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +32,11 @@ import numpy as np
 
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
-_ENVIRONMENT_BYTES = 32768
-"""Bytes of a variable of the server, over which a fork writes its environment."""
+_ENVIRONMENT = dict(os.environ)  # before a test changes it
+
+
+def is_program(command: list[str]) -> bool:
+    return command[0] not in ("pipeline", "torch.distributed.run") and not command[0].endswith(".py")
 
 
 class Process:
@@ -41,9 +44,8 @@ class Process:
 
     def __init__(self, pid: int, code: Path) -> None:
         """code: the file to which the server writes the exit code."""
-        self.pid = pid
+        self.pid, self._code = pid, code
         self.returncode: int | None = None
-        self._code = code
 
     def poll(self) -> int | None:
         """Return the exit code, negative after a signal, or None while it runs."""
@@ -66,9 +68,10 @@ class Forked:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
-        command = [sys.executable, __file__, " " * _COMMAND_BYTES]
-        room = {"ROOM": " " * _ENVIRONMENT_BYTES}
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment | room)
+        room = {"ROOM": " " * 32768}  # over which a fork writes its environment
+        self._server = subprocess.Popen(
+            [sys.executable, __file__, " " * _COMMAND_BYTES], stdin=subprocess.PIPE, env=environment | room
+        )
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory()
         self._numbers = itertools.count()
@@ -86,7 +89,6 @@ class Forked:
         It leads a session of its own, and its command line shows the command. outputs: the files of
         standard output and standard error. prelude: Python statements that it executes first.
         """
-        assert self._server.stdin
         assert len(os.fsencode(" ".join(command))) < _COMMAND_BYTES
         files = Path(self._folder.name, str(next(self._numbers)))
         pid, code = files.with_suffix(".pid"), files.with_suffix(".code")
@@ -104,17 +106,58 @@ class Forked:
         return Process(int(pid.read_text()), code)
 
 
-_MAKING = threading.Lock()
-_ENVIRONMENT = dict(os.environ)  # before a test changes it
-_SERVERS: list[Forked] = []
-
-
+@functools.cache
 def server() -> Forked:
     """Return this process's only server; it ends with this process."""
-    with _MAKING:
-        if not _SERVERS:
-            _SERVERS.append(Forked(_ENVIRONMENT))
-        return _SERVERS[0]
+    return Forked(_ENVIRONMENT)
+
+
+def make_database(path: Path) -> None:
+    """Make MLflow's tables in an SQLite file that has none: that takes seconds, once."""
+    made = Path(tempfile.gettempdir(), "mlflow.db")  # see conftest.py: one folder for all workers
+    with open(made.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            words = ["-m", "mlflow", "db", "upgrade", f"sqlite:///{made}"]
+            subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    with closing(sqlite3.connect(made)) as source, closing(sqlite3.connect(path)) as target:
+        if not target.execute("SELECT * FROM sqlite_master").fetchone():
+            source.backup(target)
+
+
+def _serve() -> None:
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # it would start threads
+    import torch.distributed.run  # noqa: F401 (import torch and ours once, before the forks)
+    from mlflow.store.db import utils
+
+    import pipeline.addons.ops.doctor
+    import pipeline.operate.launch
+    import pipeline.train.session  # noqa: F401
+
+    make_tables = utils._initialize_tables
+    utils._initialize_tables = lambda engine: (
+        make_database(engine.url.database) if engine.dialect.name == "sqlite" else make_tables(engine)
+    )
+    subprocess._fork_exec = _start  # type: ignore[attr-defined]
+    gc.freeze()  # a fork that collects garbage would copy all pages
+    sys.path.remove(str(Path(__file__).parent))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks of this process
+    for line in os.fdopen(os.dup(0)):
+        if not os.fork():
+            _attend(json.loads(line))
+
+
+def _attend(request: dict[str, Any]) -> NoReturn:
+    """Fork for the command of a request, and write its exit code when it has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    child = os.fork()
+    if not child:
+        _run(request)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _, status = os.waitpid(child, 0)
+    with suppress(FileNotFoundError):  # the tests have ended
+        _write(Path(request["code"]), str(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
 
 
 def _write(path: Path, text: str) -> None:
@@ -123,37 +166,51 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".part").rename(path)
 
 
+def _run(request: dict[str, Any]) -> NoReturn:
+    """Run the command of a request in this fork, and exit."""
+    try:
+        os.setsid()
+        _become(request["command"], request["environment"])
+        _write(Path(request["pid"]), str(os.getpid()))
+        for descriptor, path in enumerate([os.devnull, *request["outputs"]]):
+            writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+            os.dup2(os.open(path, writing if descriptor else os.O_RDONLY), descriptor)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.chdir(request["cwd"])
+        exec(request["prelude"], {})
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    _execute(request["command"])
+
+
+_execute_program = subprocess._fork_exec  # type: ignore[attr-defined]
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
-class _Rank(Process):
-    """A rank that a launcher, which is itself a fork, starts as a fork."""
-
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.returncode: int | None = None
-        reading, writing = os.pipe()
-        self.pid = _fork(command, environment, os.setsid)
-        os.close(writing)
-        os.read(reading, 1)  # until the rank has a session, to which the launcher may send signals
-        os.close(reading)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-
-def _fork(command: list[str], environment: dict[str, str], prepare: Callable[[], object]) -> int:
-    """Fork this process, itself a fork, for a command, and let it prepare; return its id."""
+def _start(words: list[str], *others: Any) -> int:
+    """Start a process for `subprocess.Popen`: a fork if it is one of the pipeline, or a script."""
+    command = [*itertools.dropwhile(lambda word: word in ("-u", "-m"), words[1:])] or [""]
+    if words[0] != sys.executable or is_program(command):
+        return _execute_program(words, *others)
+    cwd, variables, preexec = others[3], others[4], others[20]
+    entries = [os.fsdecode(entry).partition("=") for entry in variables or ()]
+    environment = {name: value for name, _, value in entries} if variables else dict(os.environ)
     # this process's handlers are not the command's
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
     pid = os.fork()
     if not pid:
         try:
             _become(command, environment)
-            prepare()
+            for number, stream in enumerate((others[5], others[8], others[10])):
+                if stream >= 0:
+                    os.dup2(stream, number)
+            if cwd is not None:
+                os.chdir(cwd)
+            if others[14]:
+                os.setsid()
+            if preexec:
+                preexec()
             _leave_parent()
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         except BaseException:
@@ -179,124 +236,12 @@ def _leave_parent() -> None:
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
-def _fork_commands() -> None:
-    """Make the commands that a command starts forks: MLflow's sender, a repetition, a report."""
-    execute = subprocess._fork_exec  # type: ignore[attr-defined]
-
-    def start(words: list[str], *others: Any) -> int:
-        cwd, variables, preexec = others[3], others[4], others[20]
-        if words[0] != sys.executable or "pipeline" not in words[:4]:
-            return execute(words, *others)
-
-        def prepare() -> None:
-            for number, stream in enumerate((others[5], others[8], others[10])):
-                if stream >= 0:
-                    os.dup2(stream, number)
-            if cwd is not None:
-                os.chdir(cwd)
-            if others[14]:
-                os.setsid()
-            if preexec:
-                preexec()
-
-        entries = [os.fsdecode(entry).partition("=") for entry in variables or ()]
-        environment = {name: value for name, _, value in entries} if variables else dict(os.environ)
-        return _fork(words[words.index("pipeline") :], environment, prepare)
-
-    subprocess._fork_exec = start  # type: ignore[attr-defined]
-
-
-def _fork_ranks() -> None:
-    """Make torch's launcher start ranks of the pipeline as forks."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    def start(handler: SubprocessHandler, words: tuple[str, ...], environment: dict[str, str]) -> _Rank:
-        assert words[0] == sys.executable, words
-        command = [word for word in words[1:3] if word not in ("-u", "-m")] + list(words[3:])
-        assert command[0] == "pipeline" or command[0].endswith(".py"), words
-        assert (handler._stdout, handler._stderr) == (None, None), "a fork writes to the launcher's output"
-        return _Rank(command, environment)
-
-    assert SubprocessHandler._popen
-    SubprocessHandler._popen = start  # type: ignore[assignment]
-
-
-def _share_tables() -> None:
-    """Have MLflow make the tables of a database in SQLite once, and copy them from then on."""
-    from mlflow.store.db import utils
-
-    make, made = utils._initialize_tables, Path(tempfile.gettempdir(), f"mlflow-{os.getpid()}.db")
-
-    def copy(source: Path, target: Path) -> None:
-        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
-            old.backup(new)
-
-    def initialize(engine: Any) -> None:
-        if engine.dialect.name == "sqlite" and made.exists():
-            copy(made, engine.url.database)
-            return
-        make(engine)
-        if engine.dialect.name == "sqlite":
-            part = made.with_suffix(f".{os.getpid()}")
-            copy(engine.url.database, part)
-            part.rename(made)
-
-    utils._initialize_tables = initialize
-
-
-def _serve() -> None:
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # it would start threads
-    import torch.distributed.run  # noqa: F401 (import torch and ours once, before the forks)
-
-    import pipeline.addons.ops.doctor
-    import pipeline.operate.launch
-    import pipeline.train.session  # noqa: F401
-
-    _fork_ranks()
-    _fork_commands()
-    _share_tables()
-    gc.freeze()  # a fork that collects garbage would copy all pages
-    sys.path.remove(str(Path(__file__).parent))
-    received, living = b"", {}
-    while True:
-        if select.select([0], [], [], 0.002 if living else None)[0]:
-            data = os.read(0, 1 << 20)
-            if not data:
-                return
-            *lines, received = (received + data).split(b"\n")
-            for request in map(json.loads, lines):
-                child = os.fork()
-                if not child:
-                    _run(request)
-                living[child] = Path(request["code"])
-        for child in list(living):
-            pid, status = os.waitpid(child, os.WNOHANG)
-            if pid:
-                with suppress(FileNotFoundError):  # the tests have ended
-                    _write(living.pop(child), str(os.waitstatus_to_exitcode(status)))
-
-
-def _run(request: dict[str, Any]) -> NoReturn:
-    """Run the command of a request in this fork, and exit."""
-    try:
-        os.setsid()
-        _become(request["command"], request["environment"])
-        _write(Path(request["pid"]), str(os.getpid()))
-        for descriptor, path in enumerate([os.devnull, *request["outputs"]]):
-            writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC
-            opened = os.open(path, writing if descriptor else os.O_RDONLY)
-            os.dup2(opened, descriptor)
-            os.close(opened)
-        os.chdir(request["cwd"])
-        exec(request["prelude"], {})
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    _execute(request["command"])
-
-
 def _execute(command: list[str]) -> NoReturn:
     """Run a command, and exit."""
+    if is_program(command):
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+            signal.signal(number, signal.SIG_DFL)
+        os.execvp(command[0], command)
     code = 1
     try:
         for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -336,7 +281,7 @@ def _become(command: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()  # the C library's variables point to the bytes that are written over
     os.environ.update(environment)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    words = [sys.executable, *([] if command[0].endswith(".py") else ["-m"]), *command]
+    words = command if is_program(command) else [sys.executable, "-m", *command]
     variables = [f"{name}={value}" for name, value in environment.items()]
     # arg_start, arg_end, env_start and env_end of proc(5)
     for (start, end), strings in zip(((45, 46), (47, 48)), (words, variables), strict=True):

@@ -1,12 +1,10 @@
 """Start real runs for tests as a user starts them, watch the files they write, and kill them."""
 
 import contextlib
-import fcntl
 import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +25,7 @@ from pipeline.errors import RequestError
 from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint_files import read_verified
+from pipeline.supervision import process_stat
 from pipeline.world import World
 
 DONE = re.compile(
@@ -35,6 +34,7 @@ DONE = re.compile(
     r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
 )
 
+make_database = forked.make_database
 SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """Factor on time limits: the number of tests that run on this machine at the same time."""
 
@@ -82,61 +82,37 @@ def environment(**extra: str) -> dict[str, str]:
     return env | extra
 
 
-def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
-    """Run a command and wait for its end."""
-    return run_together([[sys.executable, "-m", "pipeline", *arguments]], [env], cwd, timeout)
-
-
-def bench(
-    name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
-) -> Result:
-    """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
-    script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
-    return _in_forks([*launcher, str(script), *arguments], [env], cwd, 300, "")
-
-
 def run_together(
     commands: list[list[str]],
     environments: list[dict[str, str]],
     cwd: Path | None = None,
     timeout: float = 600,
+    prelude: str = "",
 ) -> Result:
     """Run the commands of one process group at once; return their joined output and worst code."""
     start = time.monotonic()
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen(command, env=environment(**env), cwd=cwd, **pipes)
-        for command, env in zip(commands, environments, strict=True)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
-    codes = [process.returncode for process in processes]
+    with tempfile.TemporaryDirectory() as folder:
+        group, outputs = list[forked.Process](), list[tuple[Path, Path]]()
+        for number, (command, env) in enumerate(zip(commands, environments, strict=True)):
+            assert forked.is_program(command) or not _needs_interpreter(env), env
+            outputs.append((Path(folder, f"{number}.out"), Path(folder, f"{number}.err")))
+            group.append(forked.server().start(command, environment(**env), outputs[-1], prelude, cwd))
+        try:
+            codes = [process.wait(start + timeout - time.monotonic()) for process in group]
+        except subprocess.TimeoutExpired:
+            codes = []
+            for signum in (signal.SIGUSR1, signal.SIGKILL):  # the first makes them write their stacks
+                for process in group:
+                    kill(process.pid, signum)
+                time.sleep(1)
+        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*outputs, strict=True))
+    assert codes, f"still running after {timeout} s: {err[-20000:]}"
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
-def make_database(path: Path) -> None:
-    """Make MLflow's SQLite file unless it is there: its tables take seconds, and are made once."""
-    empty = Path(os.environ["TMPDIR"], "mlflow.db")  # see conftest.py: one folder for all workers
-    if not path.exists():
-        with open(empty.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not empty.exists():
-                words = ["-m", "mlflow", "db", "upgrade", f"sqlite:///{empty}"]
-                subprocess.run([sys.executable, *words], check=True, capture_output=True)
-        shutil.copyfile(empty, path)
-
-
-def _needs_interpreter(env: dict[str, str]) -> bool:
-    """Return True if a variable differs that a fork does not read again."""
-    now, then = (
-        {name for name in variables.items() if name[0].startswith(_READ_AT_START) and name[0] != "PYTHONPATH"}
-        for variables in (environment(**env), forked.server().environment)
-    )
-    return now != then
+def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
+    """Run a command in a new interpreter, and wait for its end."""
+    return run_together([[sys.executable, "-m", "pipeline", *arguments]], [env], cwd, timeout)
 
 
 def quick(
@@ -148,34 +124,23 @@ def quick(
     **env: str,
 ) -> Result:
     """Run a command in a fork, and wait for its end. code: that it must exit with."""
-    result = _in_forks(["pipeline", *arguments], [env], cwd, timeout, prelude)
+    result = run_together([["pipeline", *arguments]], [env], cwd, timeout, prelude)
     assert code in (None, result.code), f"{arguments}: exit {result.code}, not {code}: {result.err}"
     return result
 
 
-def _in_forks(
-    command: list[str], environments: list[dict[str, str]], cwd: Path | None, timeout: float, prelude: str
+def bench(
+    name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
 ) -> Result:
-    """Run a command at once in a fork for each environment; return as `run_together`."""
-    assert not any(map(_needs_interpreter, environments)), environments
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [(Path(folder, f"{i}.out"), Path(folder, f"{i}.err")) for i in range(len(environments))]
-        group = [
-            forked.server().start(command, environment(**env), files, prelude, cwd)
-            for env, files in zip(environments, outputs, strict=True)
-        ]
-        try:
-            codes = [process.wait(start + timeout - time.monotonic()) for process in group]
-        except subprocess.TimeoutExpired:
-            codes = []
-            for number in (signal.SIGUSR1, signal.SIGKILL):  # the first makes them write their stacks
-                for process in group:
-                    kill(process.pid, number)
-                time.sleep(1)
-        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*outputs, strict=True))
-    assert codes, f"still running after {timeout} s: {err[-20000:]}"
-    return Result(max(codes, key=abs), out, err, time.monotonic() - start)
+    """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
+    script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
+    return run_together([[*launcher, str(script), *arguments]], [env], cwd, 300)
+
+
+def _needs_interpreter(env: dict[str, str]) -> bool:
+    """Return True if a variable differs that a fork does not read again."""
+    changed = environment(**env).items() ^ forked.server().environment.items()
+    return any(name.startswith(_READ_AT_START) and name != "PYTHONPATH" for name, _ in changed)
 
 
 def torchrun(nproc: int, *options: str) -> list[str]:
@@ -186,7 +151,6 @@ def torchrun(nproc: int, *options: str) -> list[str]:
 
 
 def free_port() -> int:
-    """Return a TCP port that nothing uses at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
@@ -204,14 +168,13 @@ class Job:
     """Python statements that its first process executes first; forks of it keep what they did."""
     interpreter: bool = False
     """Start every process as a new interpreter, as for a user, and none as a fork."""
-    process: "subprocess.Popen[str] | forked.Process | None" = None
+    process: forked.Process | None = None
     started: float = 0
 
     def train_words(self) -> list[str]:
         return ["train", *self.arguments, f"run.dir={self.folder}"]
 
     def command(self) -> list[str]:
-        """Return the module and its arguments."""
         if self.by_torchrun:
             return [*torchrun(self.nproc)[2:], *self.train_words()]
         processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
@@ -226,26 +189,14 @@ class Job:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
-        out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
-        env = environment(**self.env)
-        for word in self.arguments:
-            if word.startswith(uri := "track.uri=sqlite:///"):
-                make_database(Path(word.removeprefix(uri)))
-        if not (self.interpreter or _needs_interpreter(self.env)):
-            self.process = forked.server().start(self.command(), env, (out, err), self.prelude)
-            return self
-        assert not self.prelude
-        with open(out, "w") as out_file, open(err, "w") as err_file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file,
-                text=True,
-                env=env, start_new_session=True,
-            )  # fmt: skip
+        command, outputs = self.command(), (self.folder.with_suffix(".out"), self.folder.with_suffix(".err"))
+        if self.interpreter or _needs_interpreter(self.env):
+            command = [sys.executable, "-m", *command]
+        self.process = forked.server().start(command, environment(**self.env), outputs, self.prelude)
         return self
 
     def wait(self, timeout: float = 240) -> Result:
         """Return the result of the process; fail with the stacks in the log after `timeout` s."""
-        assert self.process
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -256,19 +207,15 @@ class Job:
 
     def _dump_stacks(self) -> None:
         """Make the ranks and their loader workers write their stacks to the log."""
-        for rank in self.ranks():
-            for pid in (rank, *children(rank)):
-                if " sync " not in command_line(pid):
-                    kill(pid, signal.SIGUSR1)
+        for pid in (pid for rank in self.ranks() for pid in (rank, *children(rank))):
+            if " sync " not in command_line(pid):
+                kill(pid, signal.SIGUSR1)
         time.sleep(1)
 
     def run(self) -> Result:
-        """Train to the end."""
         return self.start().wait()
 
     def send(self, number: int) -> None:
-        """Send a signal to the process that was started."""
-        assert self.process
         kill(self.process.pid, number)
 
     def stop(self, number: int = signal.SIGTERM) -> Result:
@@ -286,7 +233,8 @@ class Job:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         group = _ranks(self) if self.nproc > 1 else [self.env]
-        result = _in_forks(["pipeline", *self.train_words()], group, None, 240, self.prelude)
+        commands = [["pipeline", *self.train_words()]] * len(group)
+        result = run_together(commands, group, None, 240, self.prelude)
         self.folder.with_suffix(".out").write_text(result.out)
         self.folder.with_suffix(".err").write_text(result.err)
         return result
@@ -326,7 +274,6 @@ class Job:
 
     def wait_until(self, condition: Any, what: str, timeout: float = 120, pause: float = 0.005) -> Any:
         """Return the condition's first true value; fail if the process ends or at the timeout."""
-        assert self.process
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             if found := condition():
@@ -338,13 +285,11 @@ class Job:
         raise AssertionError(f"no {what} in {timeout} s: {self.log()[-20000:]}")
 
     def is_saving(self) -> bool:
-        """Return True while a checkpoint is being written."""
         folder = self.folder / "checkpoints"
         return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, in rank order."""
-        assert self.process
         if self.nproc == 1 and not self.by_torchrun:
             return [self.process.pid]
         found = [(variable(pid, "RANK"), pid) for pid in children(self.process.pid)]
@@ -357,35 +302,21 @@ class Job:
 
     def wait_gone(self, seconds: float) -> None:
         """Fail if a process of this run is alive after `seconds` (and more, on a busy machine)."""
-        end = time.monotonic() + seconds * SHARING + 10
-        while left := self.processes():
-            if time.monotonic() > end:
-                self.clean()
-                raise AssertionError(f"alive after {seconds} s: {left}")
-            time.sleep(0.05)
-        assert self.process
+        try:
+            wait_until(lambda: not self.processes(), "end of all processes", seconds * SHARING + 10)
+        finally:
+            self.clean()
         self.process.wait(5)
 
     def clean(self) -> None:
-        """Kill all processes of this run."""
         for pid in self.processes():
             kill(pid, signal.SIGKILL)
 
     def journal(self, *prefixes: str) -> list[tuple[int, str, float]]:
         """Return (step, key, value) of each metric whose key has a prefix, in the order written."""
-        return [
-            (row["step"], key, value)
-            for row in read_rows(self.folder / "journal.jsonl")
-            for key, value in row.get("metrics", {}).items()
-            if key.startswith(prefixes)
-        ]
-
-    def contents(self, number: int = -1) -> dict[str, Any]:
-        """Return what the newest checkpoint, or another, contains."""
-        from pipeline.record.checkpoint_contents import decode  # imports torch
-
-        path = self.checkpoints()[number]
-        return decode(read_verified(path), path)
+        rows = read_rows(self.folder / "journal.jsonl")
+        metrics = [(row["step"], *item) for row in rows for item in row.get("metrics", {}).items()]
+        return [metric for metric in metrics if metric[1].startswith(prefixes)]
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
@@ -393,24 +324,22 @@ class Job:
     def contents(self, step: int | None = None) -> dict[str, Any]:
         """Return the contents of the newest checkpoint, or of that of a step."""
         from pipeline.record.checkpoint_contents import decode  # imports torch
-        from pipeline.record.checkpoint_files import read_verified
 
         found = [path for path in self.checkpoints() if step is None or f"-{step:08}." in path.name]
         return decode(read_verified(found[-1]), found[-1])
 
 
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
-    """Run the job with two torchrun agents, each with half of the processes."""
+    """Run the job with two torchrun agents, each with half of the processes.
+
+    hosts: names, which need unprivileged user namespaces.
+    """
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
     agent = [*torchrun(job.nproc // 2, "--nnodes=2", *rendezvous), *job.train_words()]
     if not hosts:
-        return _in_forks(agent[2:], [job.env] * 2, None, 600, "")
-    return run_together([[*on_host(host), *agent] for host in hosts], [job.env] * 2)
-
-
-def on_host(name: str) -> list[str]:
-    """Return a command prefix that sets the host name; needs unprivileged user namespaces."""
-    return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+        return run_together([agent[2:]] * 2, [job.env] * 2)
+    on_host = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
+    return run_together([[*on_host, host, *agent] for host in hosts], [job.env] * 2)
 
 
 def by_hand(job: Job) -> Result:
@@ -425,9 +354,7 @@ def _ranks(job: Job) -> list[dict[str, str]]:
     return [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
 
 
-def spawned(job: Job) -> Result:
-    """Run the job's processes with torch.multiprocessing.spawn, as a user's own program can."""
-    program = f"""\
+_SPAWNING = """\
 import os, sys
 import torch.multiprocessing
 from pipeline.cli.main import main
@@ -437,14 +364,16 @@ def train(rank, words):
     sys.exit(main(words))
 
 if __name__ == "__main__":
-    os.environ.update(WORLD_SIZE="{job.nproc}", LOCAL_WORLD_SIZE="{job.nproc}")
-    os.environ.update(INIT_METHOD="tcp://127.0.0.1:{free_port()}")
-    torch.multiprocessing.spawn(train, (sys.argv[1:],), {job.nproc})
+    torch.multiprocessing.spawn(train, (sys.argv[1:],), int(os.environ["WORLD_SIZE"]))
 """
+
+
+def spawned(job: Job) -> Result:
+    """Run the job's processes with torch.multiprocessing.spawn, as a user's own program can."""
     path = job.folder.with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(program)
-    return run_together([[sys.executable, str(path), *job.train_words()]], [job.env])
+    path.write_text(_SPAWNING)
+    return run_together([[sys.executable, str(path), *job.train_words()]], [_ranks(job)[0]])
 
 
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2, prelude: str = "") -> Job:
@@ -485,9 +414,7 @@ def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSON-lines file, which may not exist yet."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
 def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> None:
@@ -523,8 +450,7 @@ def refused(call: Callable[[], object]) -> str:
     """Return the one line with which a call is refused."""
     with pytest.raises(RequestError) as refusal:
         call()
-    line = str(refusal.value)
-    assert len(line.splitlines()) == 1
+    (line,) = str(refusal.value).splitlines()
     return line
 
 
@@ -532,12 +458,12 @@ def in_ranks(function: Callable[..., object], size: int, *arguments: object) -> 
     """Call `function(rank, address, *arguments)` in forks of this process. Return exit codes."""
     address = f"tcp://127.0.0.1:{free_port()}"
     process = multiprocessing.get_context("fork").Process  # of torch, which this process has imported
-    processes = [process(target=function, args=(rank, address, *arguments)) for rank in range(size)]
-    for rank in processes:
+    ranks = [process(target=function, args=(rank, address, *arguments)) for rank in range(size)]
+    for rank in ranks:
         rank.start()
-    for rank in processes:
+    for rank in ranks:
         rank.join()
-    return [rank.exitcode for rank in processes]
+    return [rank.exitcode for rank in ranks]
 
 
 def kill(pid: int, number: int) -> None:
@@ -573,15 +499,16 @@ def freeze(pids: list[int]) -> None:
     """Send SIGSTOP, and return once no thread of the processes runs any more."""
     for pid in pids:
         kill(pid, signal.SIGSTOP)
-    stats = [path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    wait_until(lambda: all(_state(stat) in "TZX" for stat in stats), "end of their system calls")
+    threads = [int(path.name) for pid in pids for path in Path(f"/proc/{pid}/task").glob("*")]
+    wait_until(lambda: all(state(thread) in "TZ" for thread in threads), "end of their system calls")
 
 
-def _state(stat: Path) -> str:
+def state(pid: int) -> str:
+    """Return the state of a process or thread; that of a zombie if it has ended."""
     try:
-        return stat.read_text().rpartition(")")[2].split()[0]
+        return process_stat(pid)[0]
     except OSError:
-        return "X"
+        return "Z"
 
 
 def command_line(pid: int) -> str:
@@ -612,11 +539,11 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
 def children(pid: int) -> list[int]:
     """Return the living children of a process."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            state, parent = process_stat(int(name))[:2]
             if int(parent) == pid and state != "Z":
-                found.append(int(path.parent.name))
+                found.append(int(name))
     return found
 
 

@@ -33,12 +33,13 @@ class Place:
 
     def train(self, *words: str, **env: str) -> tuple[int, str]:
         """Run `train digits` with the small settings and `words`; return (exit code, stderr)."""
-        result = quick("train", "digits", *SMALL, *words, cwd=self.path, **env)
-        assert "Traceback" not in result.err, result.err
-        return result.code, result.err
+        return self._digits("train", *words, **env)
 
     def doctor(self, *words: str, **env: str) -> tuple[int, str]:
-        result = quick("doctor", "digits", *SMALL, *words, cwd=self.path, **env)
+        return self._digits("doctor", *words, **env)
+
+    def _digits(self, command: str, *words: str, **env: str) -> tuple[int, str]:
+        result = quick(command, "digits", *SMALL, *words, cwd=self.path, **env)
         assert "Traceback" not in result.err, result.err
         return result.code, result.err
 
@@ -53,6 +54,5 @@ class Place:
 
     def events(self, run: str, name: str) -> list[dict[str, Any]]:
         """Return the journal rows of a run that have this event."""
-        return [
-            row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name
-        ]
+        rows = read_rows(self.path / "runs" / run / "journal.jsonl")
+        return [row for row in rows if row.get("event") == name]

@@ -19,29 +19,14 @@ HELPER = "helper"
 """A pod with the volume of the runs: reads journals while trainers come and go."""
 
 _MLFLOW = """\
-import json, sys, urllib.parse, urllib.request
-def call(path, body=None, **query):
-    url = f"http://127.0.0.1:5000/api/2.0/mlflow/{path}?{urllib.parse.urlencode(query)}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    return json.load(urllib.request.urlopen(request, timeout=30))
-ids = [e["experiment_id"] for e in call("experiments/search", max_results=1000)["experiments"]]
-search = {"experiment_ids": ids, "filter": f"attributes.run_name = '{sys.argv[1]}'", "max_results": 100}
-runs = []
-for run in call("runs/search", search).get("runs", []):
-    points = []
-    for key in sorted({metric["key"] for metric in run["data"].get("metrics", [])}):
-        history = call("metrics/get-history", run_id=run["info"]["run_id"], metric_key=key, max_results=25000)
-        points += [[key, int(point.get("step", 0))] for point in history.get("metrics", [])]
-    runs.append({"status": run["info"]["status"], "points": points})
-print(json.dumps(runs))
-"""
-
-_HASH = """\
-import hashlib, pathlib, sys
-for path in sorted(pathlib.Path(sys.argv[1]).rglob("*")):
-    if path.is_file():
-        print(path, hashlib.sha256(path.read_bytes()).hexdigest())
+import json, mlflow, sys
+client, found = mlflow.MlflowClient("http://127.0.0.1:5000"), []
+ids = [experiment.experiment_id for experiment in client.search_experiments()]
+for run in client.search_runs(ids, f"attributes.run_name = '{sys.argv[1]}'"):
+    points = [client.get_metric_history(run.info.run_id, key) for key in run.data.metrics]
+    steps = [(point.key, point.step) for history in points for point in history]
+    found.append({"status": run.info.status, "points": steps})
+print(json.dumps(found))
 """
 
 
@@ -78,32 +63,15 @@ class Cluster:
 
     def make(self, namespace: Document) -> None:
         """Create the namespace. Raises Failure if it exists and is not that of a test."""
-        found = self._owner()
-        if found == "":
-            raise Failure(
-                f"namespace {self.namespace} exists and was not made by a test: give another --namespace"
-            )
-        if found:
-            self._delete()
+        self.delete(LABEL)
         namespace["metadata"].setdefault("labels", {})[LABEL] = self._token
         self.kubectl("create", "--filename", "-", text=json.dumps(namespace))
 
-    def delete(self) -> None:
-        """Delete the namespace if this process made it."""
-        if self._owner() == self._token:
-            self._delete()
-
-    def _owner(self) -> str | None:
-        """Return the namespace's LABEL, "" without one, None if there is no such namespace."""
-        found = self.kubectl("get", "namespace", self.namespace, "--ignore-not-found", "--output", "json")
-        if not found.strip():
-            return None
-        return str((json.loads(found)["metadata"].get("labels") or {}).get(LABEL, ""))
-
-    def _delete(self) -> None:
-        self.kubectl(
-            "delete", "namespace", self.namespace, "--ignore-not-found", "--timeout=600s", timeout=630
-        )
+    def delete(self, label: str = "") -> None:
+        """Delete the namespace if it has this label; without one: if this process made it."""
+        chosen = ("--selector", label or f"{LABEL}={self._token}")
+        words = ("delete", "namespaces", f"--field-selector=metadata.name={self.namespace}", *chosen)
+        self.kubectl(*words, "--timeout=600s", timeout=630)
 
     def start(self, documents: list[Document]) -> None:
         """Replace the Job by a new one, and wait until MLflow answers."""
@@ -145,16 +113,10 @@ class Cluster:
                 rows.append(json.loads(line))
         return rows
 
-    def hashes(self, run: str) -> str:
-        """Return each file of the run's folder with its SHA-256."""
-        return self.kubectl("exec", HELPER, "--", "python3", "-c", _HASH, f"/runs/{run}", timeout=300)
-
     def pods(self, index: int | None = None) -> list[dict[str, Any]]:
         """Return the pods of the trainers, of one index or of all."""
-        selector = "app=trainer" + (
-            f",batch.kubernetes.io/job-completion-index={index}" if index is not None else ""
-        )
-        pods: list[dict[str, Any]] = self.get("pods", "--selector", selector)["items"]
+        of_index = f",batch.kubernetes.io/job-completion-index={index}" if index is not None else ""
+        pods: list[dict[str, Any]] = self.get("pods", "--selector", f"app=trainer{of_index}")["items"]
         return pods
 
     def evict(self, pod: str) -> None:
@@ -167,9 +129,10 @@ class Cluster:
     def end_of(self, job: str) -> str | None:
         """Return "Complete" or "Failed: why" once the Job has ended, else None."""
         for condition in self.get("job", job).get("status", {}).get("conditions") or []:
-            if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
-                why = f": {condition.get('reason')}: {condition.get('message')}"
-                return str(condition["type"]) + (why if condition["type"] == "Failed" else "")
+            if condition["status"] == "True" and condition["type"] == "Failed":
+                return f"Failed: {condition.get('reason')}: {condition.get('message')}"
+            if condition["status"] == "True" and condition["type"] == "Complete":
+                return "Complete"
         return None
 
     def mlflow_runs(self, run: str) -> list[dict[str, Any]]:
@@ -179,31 +142,17 @@ class Cluster:
         return runs
 
     def save_evidence(self, case: str) -> Path:
-        """Write logs, events, descriptions and the journal to files; return their folder."""
+        """Write logs, events, objects and the journal to files; return their folder."""
         folder = self.evidence / case
         folder.mkdir(parents=True, exist_ok=True)
-        commands: dict[str, tuple[str, ...]] = {
-            "objects.yaml": ("get", "all,pvc,endpointslices", "--output", "yaml"),
-            "describe.txt": ("describe", "jobs,pods,pvc"),
-            "events.txt": ("get", "events", "--sort-by", ".metadata.creationTimestamp", "--output", "wide"),
-            "journal.jsonl": ("exec", HELPER, "--", "cat", f"/runs/{case}/journal.jsonl"),
-            "files.txt": ("exec", HELPER, "--", "ls", "-lR", f"/runs/{case}"),
-        }
-        try:
-            pods = self.get("pods")["items"]
-        except Failure as error:
-            pods = []
-            (folder / "pods.txt").write_text(f"{error}\n")
-        for pod in pods:
-            name, status = pod["metadata"]["name"], pod["status"]
-            for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
-                words = ("logs", name, "--container", container["name"], "--timestamps")
-                commands[f"{name}.{container['name']}.log"] = words
-                if container.get("restartCount"):
-                    commands[f"{name}.{container['name']}.previous.log"] = (*words, "--previous")
-        for file, words in commands.items():
+        for file, *words in (
+            ("dump.txt", "cluster-info", "dump", "--output-directory", str(folder)),
+            ("objects.txt", "describe", "jobs,pods,pvc,endpointslices"),
+            ("journal.jsonl", "exec", HELPER, "--", "cat", f"/runs/{case}/journal.jsonl"),
+            ("files.txt", "exec", HELPER, "--", "ls", "-lR", f"/runs/{case}"),
+        ):
             try:
-                (folder / file).write_text(self.kubectl(*words, timeout=60))
+                (folder / file).write_text(self.kubectl(*words))
             except Failure as error:
                 (folder / file).write_text(f"{error}\n")
         return folder
@@ -213,10 +162,9 @@ def helper(documents: list[Document], avoid_node: str | None = None) -> Document
     """Return a pod that mounts the volume of the runs, with the image and rights of a trainer."""
     job = one(documents, "Job", "trainer")
     trainer = pod_of(job)["containers"][0]
-    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext",
-            "tolerations", "volumes")  # fmt: skip
-    spec = {key: value for key, value in pod_of(job).items() if key in kept}
-    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] == "runs"]
+    kept = "enableServiceLinks automountServiceAccountToken imagePullSecrets securityContext tolerations"
+    spec = {key: value for key, value in pod_of(job).items() if key in kept.split()}
+    spec["volumes"] = [volume for volume in pod_of(job)["volumes"] if volume["name"] == "runs"]
     spec["terminationGracePeriodSeconds"] = 0
     spec["containers"] = [{
         "name": HELPER, "image": trainer["image"], "command": ["sleep", "infinity"],
@@ -224,12 +172,9 @@ def helper(documents: list[Document], avoid_node: str | None = None) -> Document
         "securityContext": trainer["securityContext"],
         "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
     }]  # fmt: skip
-    trainers = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "trainer"}}}
-    spread = [{"weight": 1, "podAffinityTerm": trainers}]
-    spec["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": spread}}
     if avoid_node:
         term = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": [avoid_node]}]}
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-        spec["affinity"]["nodeAffinity"] = required
+        spec["affinity"] = {"nodeAffinity": required}
     metadata = {"name": HELPER, "namespace": job["metadata"]["namespace"], "labels": {"app": HELPER}}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -186,8 +186,8 @@ def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(job: Callable[
     first = run.run()
     assert first.code == 3
     assert "the loss is" in first.error or "not finite" in first.error
-    for number in range(len(run.checkpoints())):
-        weights = run.contents(number)["model"].values()
+    for path in run.checkpoints():
+        weights = run.contents(step_of(path))["model"].values()
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights if tensor.is_floating_point())
     second = run.run()
     assert (second.code, second.error) == (3, first.error)

@@ -52,7 +52,7 @@ def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(job: Cal
     for nproc, kind in ((1, "local"), (2, "average"), (2, "local")):
         run = job(*words, "checkpoint.every=1 steps", f"model.batchnorm={kind}", nproc=nproc)
         assert run.run_in_forks().code == 0
-        found.append(run.contents(0))  # step 1, before any evaluation
+        found.append(run.contents(1))  # before any evaluation
     for part in ("model", "average"):
         # The first batch norm: its input does not depend on other statistics.
         name = next(name for name in found[0][part] if name.endswith("running_mean"))

@@ -1,61 +1,42 @@
-"""`pipeline k8s recover`: which pods it ends, and how it speaks to an API server.
+"""`pipeline k8s recover`: which pods it ends, and what it does when the API server does not answer.
 
 On a real cluster it replaces the pods of dark nodes: see tests/on_cluster.py.
 """
 
-import json
-import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from harness import environment, pipeline
+from harness import environment, quick
 
 from pipeline.addons.deploy.recovery import ApiServer, end_overdue_pods
 
-PODS = "/api/v1/namespaces/vision/pods"
 NOW = datetime(2026, 11, 23, 12, 0, 30, tzinfo=UTC)
 
 
-def certify(folder: Path) -> None:
-    """Write server.pem, a key and certificate of 127.0.0.1, and ca.crt, which is the same CA."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "kubernetes")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-    builder = builder.not_valid_before(datetime(2020, 1, 1)).not_valid_after(datetime(2120, 1, 1))
-    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
-    certificate = builder.add_extension(address, critical=False).sign(key, hashes.SHA256())
-    text = certificate.public_bytes(serialization.Encoding.PEM)
-    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "ca.crt").write_bytes(text)
-    (folder / "server.pem").write_bytes(key.private_bytes(*pem) + text)
-
-
-class Api:
+class Api(ApiServer):
     """An API server with some pods, on which requests fail or not. Its clock is NOW."""
 
-    def __init__(self, account: Path) -> None:
-        self.account, self.pods, self.requests = account, list[dict[str, Any]](), list[dict[str, Any]]()
-        self.failures: dict[str, tuple[int, str]] = {}
-        """Verb -> the status and body that every request of that verb is answered with."""
-        handler = type("Handler", (_Handler,), {"api": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(account / "server.pem")
-        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+    def __init__(self) -> None:
+        self.pods, self.requests = list[dict[str, Any]](), list[tuple[str, str, Any, str]]()
+        self.answers: dict[str, object] = {}
+        """Verb -> the answer to every request of that verb; an exception is raised."""
+
+    def request(
+        self, verb: str, path: str, body: Any = None, content_type: str = "application/json"
+    ) -> tuple[Any, datetime]:
+        self.requests.append((verb, path, body, content_type))
+        answer = self.answers.get(verb, {"items": self.pods})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, NOW
 
     def add(self, name: str, ended_s_ago: float | None, why: str = "", ready: str = "True True") -> None:
         """Add a pod; why: the reason of its deletion; ready: it, and its containers."""
@@ -69,134 +50,79 @@ class Api:
         self.pods.append({"metadata": metadata | grace, "status": status, "spec": {"nodeName": "n2"}})
 
 
-class _Handler(BaseHTTPRequestHandler):
-    api: Api
-
-    def do_GET(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-        headers = self.headers["Authorization"], self.headers["Content-Type"]
-        self.api.requests.append(
-            {"verb": self.command, "target": self.path, "headers": headers, "body": body}
-        )
-        pods = json.dumps({"items": self.api.pods})
-        status, text = self.api.failures.get(self.command, (200, pods if self.command == "GET" else "{}"))
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    do_PATCH = do_DELETE = do_GET
-
-    def date_time_string(self, timestamp: float | None = None) -> str:
-        return super().date_time_string(NOW.timestamp())
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    (tmp_path / "token").write_text("a-token\n")
-    (tmp_path / "namespace").write_text("vision")
-    certify(tmp_path)
-    api = Api(tmp_path)
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.server.server_address[1]))
-    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")  # a proxy of the image is not for the API server
-    threading.Thread(target=api.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield api
-    api.server.shutdown()
-    api.server.server_close()
-
-
-def lines(api: Api) -> list[str]:
-    return end_overdue_pods(ApiServer(api.account))
-
-
-def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other(api: Api) -> None:
+def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other() -> None:
+    api = Api()
     api.add("trainer-0-aaaaa", ended_s_ago=None)
     api.add("trainer-1-bbbbb", ended_s_ago=-100)  # within its grace period
     api.add("trainer-1-ccccc", ended_s_ago=15)  # its node may still report its end
     api.add("trainer-1-x7k2p", ended_s_ago=16)
-    (line,) = lines(api)
+    (line,) = end_overdue_pods(api)
     assert line.startswith("pod trainer-1-x7k2p on node n2: ")
-    listing, patch, delete = api.requests
+    (_, listed, *_), patch, delete = api.requests
     running = "status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
-    assert listing["target"] == f"{PODS}?labelSelector=app%3Dtrainer&fieldSelector={running}"
-    assert (patch["verb"], patch["target"]) == ("PATCH", f"{PODS}/trainer-1-x7k2p/status")
-    assert patch["headers"] == ("Bearer a-token", "application/strategic-merge-patch+json")
-    assert patch["body"]["metadata"] == {"uid": "uid-of-trainer-1-x7k2p", "resourceVersion": "7"}
-    assert patch["body"]["status"].items() >= {"phase": "Failed", "reason": "NodeDidNotAnswer"}.items()
-    (condition,) = patch["body"]["status"]["conditions"]
-    assert condition.items() >= {"type": "DisruptionTarget", "status": "True"}.items()
-    assert condition["lastTransitionTime"] == "2026-11-23T12:00:30Z"
-    assert (delete["verb"], delete["target"]) == ("DELETE", f"{PODS}/trainer-1-x7k2p")
-    assert delete["body"]["gracePeriodSeconds"] == 0
-    assert delete["body"]["preconditions"] == {"uid": "uid-of-trainer-1-x7k2p"}
-    api.pods.clear()
-    (api.account / "token").write_text("rotated")
-    assert lines(api) == []
-    assert api.requests[-1]["headers"][0] == "Bearer rotated"
+    assert listed == f"pods?labelSelector=app%3Dtrainer&fieldSelector={running}"
+    assert patch[:2] == ("PATCH", "pods/trainer-1-x7k2p/status")
+    assert patch[2]["metadata"] == {"uid": "uid-of-trainer-1-x7k2p", "resourceVersion": "7"}
+    assert patch[2]["status"].items() >= {"phase": "Failed", "reason": "NodeDidNotAnswer"}.items()
+    assert [(row["type"], row["status"]) for row in patch[2]["status"]["conditions"]] == [
+        ("DisruptionTarget", "True")
+    ]
+    assert delete[:2] == ("DELETE", "pods/trainer-1-x7k2p")
+    assert delete[2]["gracePeriodSeconds"] == 0
+    assert delete[2]["preconditions"] == {"uid": "uid-of-trainer-1-x7k2p"}
 
 
-def test_a_running_pod_of_a_silent_node_is_not_given_its_grace_period(api: Api) -> None:
-    by_taint = "DeletionByTaintManager"
+def test_a_running_pod_of_a_silent_node_is_not_given_its_grace_period() -> None:
+    api, by_taint = Api(), "DeletionByTaintManager"
     api.add("trainer-0-aaaaa", -104, by_taint, "True True")  # tainted by a person: it saves now
     api.add("trainer-0-bbbbb", -104, by_taint, "False False")  # its kubelet has stopped it
     api.add("trainer-0-ccccc", -104, "EvictionByEvictionAPI", "False True")
     api.add("trainer-1-ddddd", -105, by_taint, "False True")  # deleted 15 s ago
     api.add("trainer-1-x7k2p", -104, by_taint, "False True")
-    (line,) = lines(api)
+    (line,) = end_overdue_pods(api)
     assert line.startswith("pod trainer-1-x7k2p on node n2: it was due to end at 12:00:14Z, and ")
 
 
 @pytest.mark.parametrize("verb", ["GET", "PATCH"])
-def test_an_error_is_one_line_and_the_next_round_repeats_the_request(api: Api, verb: str) -> None:
+def test_an_error_is_one_line_and_the_next_round_repeats_the_request(verb: str) -> None:
+    api = Api()
     for name in ("trainer-0-abcde", "trainer-1-x7k2p"):
         api.add(name, ended_s_ago=60)
-    refused = json.dumps({"kind": "Status", "message": "refused\nfor a reason"})
-    for status, text in ((403, refused), (503, "null"), (200, ""), (200, "<html>"), (200, '{"items": [{}]}')):
-        if verb == "GET" or status != 200:
-            api.failures = {verb: (status, text)}
-            found = lines(api)
-            assert len(found) == (1 if verb == "GET" else 2), "one for each pod"
-            assert all(re.fullmatch("cannot .*; trying again", line) for line in found)
-    api.failures = {}
-    assert len(lines(api)) == 2
+    odd = (None, {}, {"items": [{}]}) if verb == "GET" else ()
+    for api.answers[verb] in (OSError("refused\nfor a reason"), ValueError(), *odd):
+        found = end_overdue_pods(api)
+        assert len(found) == (1 if verb == "GET" else 2), "one for each pod"
+        assert all(re.fullmatch("cannot .*; trying again", line) for line in found)
+    api.answers.clear()
+    assert len(end_overdue_pods(api)) == 2
 
 
-def test_a_server_that_does_not_answer_or_has_another_certificate_gets_no_token(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("KUBERNETES_SERVICE_PORT", "1")
-        (line,) = lines(api)
-        assert "Connection refused" in line
-    certify(api.account)
-    (line,) = lines(api)
-    assert "certificate" in line
-    assert not api.requests
-
-
-def test_sigterm_ends_it_at_once_with_0(api: Api) -> None:
-    api.add("trainer-1-x7k2p", ended_s_ago=60)
-    account = str(api.account)
-    code = f"import pathlib, pipeline.addons.deploy.recovery as r; r.recover(pathlib.Path({account!r}))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment(**os.environ)
-    )
-    try:
-        assert process.stderr
-        assert "namespace vision" in process.stderr.readline()
-        assert "trainer-1-x7k2p" in process.stderr.readline()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.wait()
+def test_a_server_with_another_certificate_gets_no_token_and_sigterm_ends_it_with_0(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token\n")
+    (tmp_path / "namespace").write_text("vision")
+    words = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=kubernetes",
+             "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    for name in ("other", "ca"):
+        command = ["openssl", "req", "-x509", *words, "-keyout", f"{name}.key", "-out", f"{name}.crt"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "other.crt", tmp_path / "other.key")
+    code = f"import pathlib, pipeline.addons.deploy.recovery as r; r.recover(pathlib.Path({str(tmp_path)!r}))"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        # a proxy of the image is not for the API server
+        env = environment(KUBERNETES_SERVICE_HOST="127.0.0.1", HTTPS_PROXY="http://127.0.0.1:1")
+        env |= {"KUBERNETES_SERVICE_PORT": str(server.getsockname()[1])}
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+            assert "namespace vision" in process.stderr.readline()
+            with pytest.raises(ssl.SSLError, match="unknown ca"):
+                context.wrap_socket(server.accept()[0], server_side=True)
+            assert "certificate" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert process.stderr.read() == ""
 
 
 def test_outside_a_cluster_it_exits_with_2() -> None:
-    result = pipeline("k8s", "recover")
+    result = quick("k8s", "recover")
     assert (result.code, result.error.startswith("this is not a pod with a service account")) == (2, True)

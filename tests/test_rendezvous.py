@@ -7,15 +7,11 @@ import json
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import forked
 import jsonschema
@@ -32,6 +28,7 @@ from harness import (
     environment,
     free_port,
     kill,
+    listening,
     quick,
     read_rows,
     torchrun,
@@ -56,12 +53,16 @@ def train(found: dict[int, Node], membership: Membership, now: float) -> None:
         found[key] = replace(found[key], is_waiting=False, round=membership.round.number, heard=now)
 
 
-def test_ranks_are_in_the_order_of_host_names_and_the_leader_is_first() -> None:
-    found = {key: Node(host, heard=0) for key, host in enumerate(("b-3", "b-10", "b-2", "a-1"), 1)}
-    assert Membership(LEADER, [4]).update(found, 0).members == (1, 4, 3, 2)
+def test_ranks_are_in_the_order_of_host_names_the_leader_first_without_a_node_that_was_just_killed() -> None:
+    hosts = ("b-3", "b-10", "killed", "b-2", "a-1")
+    found = {key: Node(host, heard=12 if host == "killed" else 20) for key, host in enumerate(hosts, 1)}
+    assert Membership(LEADER, [4]).update(found, 20).members == (1, 5, 4, 2)
 
 
-def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_stopped() -> None:
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_stopped(
+    comes_back: bool,
+) -> None:
     membership, found = Membership(LEADER, [1, 2, 3]), nodes(3)
     membership.update(found, 0)
     train(found, membership, now=5)
@@ -74,201 +75,142 @@ def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_sto
     assert over.reason.startswith("trainer-1 ")
     found[1] = replace(found[1], is_waiting=True)
     assert membership.update(found, heard + 2).is_over, "trainer-2 is still stopping its ranks"
-    found[3] = replace(found[3], is_waiting=True)
-    assert membership.update(found, heard + 3).members == (1, 3)
-
-
-def test_a_node_that_was_just_killed_is_not_in_the_next_round_and_is_named() -> None:
-    membership, found = Membership(LEADER, [2]), nodes(3, now=20)
-    found[2] = replace(found[2], heard=12)
-    assert membership.update(found, 20).members == (1, 3)
-    lacking = Membership(LEADER, [3]).waiting_for({1: found[1], 3: found[3]}, 20)
-    assert "2 of 3 are here: trainer-0, trainer-2" in lacking
-
-
-def test_an_agent_that_never_comes_back_is_not_waited_for_without_end() -> None:
-    membership, found = Membership(LEADER, [1, 2]), nodes(2)
-    membership.update(found, 0)
-    train(found, membership, now=5)
-    found[1] = replace(found[1], is_waiting=True)
-    for now in (6.0, STOPPING_S, 6 + STOPPING_S):
-        found = {key: replace(node, heard=now) for key, node in found.items()}
-        members = membership.update(found, now).members
-    assert members == (1,)
+    later = heard + 1 + STOPPING_S
+    for key in (1, 3):
+        found[key] = replace(found[key], heard=later, is_waiting=key == 1 or comes_back)
+    assert membership.update(found, later).members == ((1, 3) if comes_back else (1,))
 
 
 def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() -> None:
     membership, found = Membership(LEADER, [1, 2, 4]), nodes(2, now=15)
     membership.update(found, 15)
     train(found, membership, now=16)
-    found[3] = Node("trainer-2", heard=100, arrived=1)
-    found = {key: replace(node, heard=100) for key, node in found.items()}
-    assert not membership.update(found, 100).is_over
-    assert membership.waiting_for(found, 100).startswith("3 nodes are here; 2 of them train")
-    found[4] = Node("trainer-3", heard=100, arrived=1)
-    assert membership.update(found, 100).reason == "trainer-2, trainer-3 can join"
+    for key, is_over in ((3, False), (4, True)):
+        found[key] = Node(f"trainer-{key - 1}", arrived=1)
+        found = {key: replace(node, heard=100) for key, node in found.items()}
+        assert membership.update(found, 100).is_over == is_over
+    assert membership.round.reason == "trainer-2, trainer-3 can join"
 
 
-LOST = 8
-"""Seconds without a heartbeat after which these agents take a node for lost; really, it is 30."""
-SOONER = f"""
+SOONER = """
 from pipeline.addons.deploy import membership, rendezvous
 membership._SETTLE_S = 3
-membership.LOST_S = rendezvous.LOST_S = {LOST}
+membership.LOST_S = rendezvous.LOST_S = 8
 """
 
 
-class Agents:
-    """torchrun agents on this machine, forks; the first is never stopped."""
+class Agents(Job):
+    """A training by torchrun agents on this machine, forks; the first is never stopped."""
+
+    starts_before = 0
 
     def __init__(
         self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120"
     ) -> None:
-        self.run = Job(
-            folder / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words]
-        )
-        self.endpoint = f"localhost:{free_port()}"
-        self.options = [f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint={self.endpoint}",
-                        f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test"]  # fmt: skip
+        words = ("digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words)
+        super().__init__(folder / "run", list(words))
+        self.port, self.logs = free_port(), list[Path]()
+        self.options = [f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-conf={conf}",
+                        f"--rdzv-endpoint=localhost:{self.port}", "--max-restarts=1000",
+                        "--rdzv-id=test"]  # fmt: skip
         self.running: list[forked.Process] = []
-        self.logs: list[Path] = []
-        folder.mkdir(parents=True, exist_ok=True)
 
     def start(self) -> "Agents":
         """Start one more agent."""
-        log = self.run.folder.with_name(f"agent-{len(self.logs)}.log")
-        command = [*torchrun(1, *self.options)[2:], *self.run.train_words()]
+        log = self.folder.parent / f"agent-{len(self.logs)}.log"
+        command = [*torchrun(1, *self.options)[2:], *self.train_words()]
         self.running.append(forked.server().start(command, environment(), (log, log), SOONER))
+        self.process = self.running[0]
         self.logs.append(log)
         return self
 
-    def stop(self, number: int) -> None:
-        """Send a signal to the agent that was started last: a spot node goes."""
-        agent = self.running.pop()
+    def stop(self, number: int, place: int = -1) -> None:
+        """Send a signal to an agent, that of the latest start if not told: a spot node goes."""
+        agent = self.running.pop(place)
         kill(agent.pid, number)
         agent.wait(60)
-
-    def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        """Return the condition's first true value; fail if the first agent ends before."""
-
-        def is_met() -> Any:
-            found = condition()
-            assert found or self.running[0].poll() is None, self.log()
-            return found
-
-        return wait_until(is_met, what, 90 * SHARING)
+        self.process = (self.running or [agent])[0]
 
     def wait_for_leader(self) -> None:
         """Wait until an agent leads: other agents can connect to it."""
-        host, _, port = self.endpoint.partition(":")
-
-        def answers() -> bool:
-            with suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
-                return True
-            return False
-
-        self.wait_for(answers, "leader")
+        pids = [agent.pid for agent in self.running]
+        self.wait_until(lambda: self.port in {port for _, port in listening(pids)}, "leader")
 
     def wait_for_world(self, size: int) -> int:
         """Wait until a step is made by `size` processes; return it."""
 
         def step() -> int:
-            starts, step = self.run.starts(), self.run.step()
-            is_formed = starts and starts[-1]["tags"]["world"] == size
-            return step if is_formed and step > starts[-1]["step"] else 0
+            *_, start = {"tags": {"world": 0}, "step": 0}, *self.starts()
+            step = self.step()
+            return step if start["tags"]["world"] == size and step > start["step"] else 0
 
-        return int(self.wait_for(step, f"world of {size}"))
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_for(lambda: self.run.step() >= step, f"step {step}")
+        return int(self.wait_until(step, f"world of {size}"))
 
     def log(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in self.logs)
 
-    def close(self) -> None:
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for agent in self.running:
             kill(agent.pid, signal.SIGKILL)
-        self.run.clean()
-
-
-MODES = [pytest.param(True, id="exact"), pytest.param(False, id="ddp", marks=pytest.mark.long)]
+        self.clean()
 
 
 @pytest.mark.fault("M1", ci=1, long=5)
-@pytest.mark.parametrize("exact", MODES)
-def test_nodes_that_come_and_go_do_not_change_the_run(
-    tmp_path: Path, digits: Path, seed: int, exact: bool
-) -> None:
+def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Path, seed: int) -> None:
     """The worlds are 2, 1, 2, 3 and 1; nodes leave by SIGTERM (drained) or SIGKILL (lost)."""
     draw = random.Random(seed)
-    words = (f"run.exact={str(exact).lower()}", "exact.shards=6", "train.epochs=1000")
-    agents = Agents(tmp_path, digits, "1:3", *words)
-    run = agents.run
-    try:
-        agents.start().start()
+    words = ("run.exact=true", "exact.shards=6", "train.epochs=1000")
+    with Agents(tmp_path, digits, "1:3", *words) as run:
+        run.start().start()
         for size, change in ((2, -1), (1, 1), (2, 1), (3, -2), (1, -1)):
-            agents.wait_for_step(agents.wait_for_world(size) + draw.randint(1, 5))
+            run.wait_for_step(run.wait_for_world(size) + draw.randint(1, 5))
             for _ in range(change):
-                agents.start()
+                run.start()
             for _ in range(-change):
-                is_last = len(agents.running) == 1
-                agents.stop(signal.SIGTERM if is_last else draw.choice((signal.SIGTERM, signal.SIGKILL)))
-    finally:
-        agents.close()
+                is_last = len(run.running) == 1
+                run.stop(signal.SIGTERM if is_last else draw.choice((signal.SIGTERM, signal.SIGKILL)))
     resized = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "resized"]
-    assert [(row["before"], row["processes"]) for row in resized] == [(2, 1), (1, 2), (2, 3), (3, 1)], (
-        agents.log()
-    )
+    sizes = [(row["before"], row["processes"]) for row in resized]
+    assert sizes == [(2, 1), (1, 2), (2, 3), (3, 1)], run.log()
     assert_each_sample_once(run.trace(), 48)
     until = [*run.arguments, f"train.max_steps={run.step()}"]
-    whole = Job(tmp_path / "whole", until)
-    expected = whole.run().done
+    whole = Job(tmp_path / "whole", until).finished()
     assert run.trace() == whole.trace(), "the same samples in the same order, of the same pixels"
-    if exact:
-        assert Job(run.folder, until).run().done == expected
+    assert Job(run.folder, until).run().out == whole.output()
 
 
 def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(
     tmp_path: Path, digits: Path
 ) -> None:
-    words = ("train.epochs=1000", "batch.global=32")
-    agents = Agents(tmp_path, digits, "1:3", *words, conf="join_timeout=120,allowed_nodes=1+2")
-    try:
+    conf = "join_timeout=120,allowed_nodes=1+2"
+    with Agents(tmp_path, digits, "1:3", "train.epochs=1000", "batch.global=32", conf=conf) as agents:
         agents.start().start().start()
         agents.wait_for_world(2)
         (waiting,) = [agent for agent in agents.running if not children(agent.pid)]
-        kill(waiting.pid, signal.SIGTERM)
-        waiting.wait(60)  # a signal ends a wait
-    finally:
-        agents.close()
-    assert {row["tags"]["world"] for row in agents.run.starts()} == {2}
+        agents.stop(signal.SIGTERM, agents.running.index(waiting))  # a signal ends a wait
+    assert {row["tags"]["world"] for row in agents.starts()} == {2}
 
 
-def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path) -> None:
-    agents = Agents(tmp_path, digits, "2", conf="join_timeout=3")
-    agents.start()
-    assert agents.running[0].wait(120) == 75, agents.log()
-    (line,) = [line for line in agents.logs[0].read_text().splitlines() if line.startswith("pipeline: ")]
-    assert "(1 of 2 are here: " in line
-    assert "Traceback" not in agents.log()
-
-
-def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: Path) -> None:
-    agents = Agents(tmp_path, digits, "2", "train.epochs=1000")
-    try:
-        agents.start().wait_for_leader()
-        agents.start().wait_for_world(2)
-        last = agents.running.pop()
-        kill(last.pid, signal.SIGSTOP)
-        frozen = time.monotonic()
-        agents.wait_for(lambda: not children(agents.running[0].pid), "end of the peer's training")
-        # the leader counts from the last heartbeat, the agent from its thaw: let both be sure
-        time.sleep(max(0, frozen + LOST + 2 - time.monotonic()))
-        kill(last.pid, signal.SIGCONT)
-        assert last.wait(60) == 75, agents.log()
-    finally:
-        agents.close()
-    assert "this node exits, and may be started again" in agents.log()
+@pytest.mark.parametrize(
+    ("nodes", "conf", "word", "code", "says"),
+    [("2", "join_timeout=3", "", 75, "(1 of 2 are here: "),
+     ("1:3", "allowed_nodes=4+8", "", 2, "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3"),
+     ("1:2", "join_timeout=120", "run.resume=never", 1, "name this job with torchrun's --rdzv-id NAME")],
+    ids=["no peer", "wrong option", "no id"],
+)  # fmt: skip
+def test_an_agent_that_cannot_train_says_why(
+    tmp_path: Path, digits: Path, nodes: str, conf: str, word: str, code: int, says: str
+) -> None:
+    with Agents(tmp_path, digits, nodes, *filter(None, [word]), conf=conf) as agents:
+        if word:
+            agents.options.remove("--rdzv-id=test")
+        assert agents.start().running[0].wait(120) == code, agents.log()
+    assert says in agents.log()
+    assert code == 1 or "Traceback" not in agents.log()
+    assert not agents.starts()
 
 
 NEIGHBOURS = json.loads((Path(__file__).parent / "neighbours.json").read_text())
@@ -284,15 +226,15 @@ def test_the_tasks_for_skypilot_and_dstack_are_valid_and_train(
     jsonschema.validate(task, schema)
     command = task["run"] if name == "SkyPilot" else "\n".join(task["commands"])
     command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    command = command.replace(":29500", f":{free_port()}")
     small = [word for word in SMALL if " " not in word]  # the shell splits $TRAIN
     words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", *small, "train.max_steps=2")
-    port = command.replace(":29500", f":{free_port()}")
     env = environment(
         TRAIN=" ".join(words), SKYPILOT_NUM_NODES="2", SKYPILOT_NUM_GPUS_PER_NODE="1",
         SKYPILOT_NODE_IPS="127.0.0.1\n127.0.0.2", DSTACK_NODES_NUM="2", DSTACK_GPUS_PER_NODE="1",
         DSTACK_MASTER_NODE_IP="127.0.0.1",
     )  # fmt: skip
-    agents = [subprocess.Popen(["bash", "-ec", port], env=env, stdout=subprocess.PIPE) for _ in range(2)]
+    agents = [subprocess.Popen(["bash", "-ec", command], env=env, stdout=subprocess.PIPE) for _ in range(2)]
     try:
         output = b"".join(agent.communicate(timeout=120 * SHARING)[0] for agent in agents)
     finally:
@@ -300,12 +242,6 @@ def test_the_tasks_for_skypilot_and_dstack_are_valid_and_train(
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0]
     assert output.count(b"done step=2 ") == 1
-
-
-def test_wrong_options_are_refused(tmp_path: Path, digits: Path) -> None:
-    agents = Agents(tmp_path, digits, "1:3", conf="allowed_nodes=4+8").start()
-    assert agents.running[0].wait(120) == 2
-    assert "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3" in agents.log()
 
 
 @pytest.mark.full
@@ -318,28 +254,23 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
     assert quick("data", "pack", str(digits), f"{bucket.place}/data").code == 0
     length = ("run.exact=true", "train.epochs=100", "train.max_steps=40", "evaluate.every=1000 epochs")
     places = ("data.source=pack", f"data.root={bucket.place}/data", f"checkpoint.mirror={bucket.place}/run")
-    agents = Agents(tmp_path, digits, "2", *length, *places)
-    run, disks = agents.run, [tmp_path / f"disk-{number}" for number in range(3)]
-    try:
+    disks = [tmp_path / f"disk-{number}" for number in range(3)]
+    with Agents(tmp_path, digits, "2", *length, *places) as run:
         for run.folder in disks[:2]:
-            agents.start().wait_for_leader()
+            run.start().wait_for_leader()
         run.folder = disks[0]
-        agents.wait_for_step(agents.wait_for_world(2) + random.Random(seed).randint(8, 20))
-        lost = agents.running.pop(0)
-        kill(lost.pid, signal.SIGKILL)
-        lost.wait(10)
-        began = time.monotonic()
-        wait_until(lambda: not children(lost.pid), "end of its ranks")
+        run.wait_for_step(run.wait_for_world(2) + random.Random(seed).randint(8, 20))
+        lost, began = run.running[0].pid, time.monotonic()
+        run.stop(signal.SIGKILL, 0)
+        wait_until(lambda: not children(lost), "end of its ranks")
         shutil.rmtree(disks[0])
         run.folder = disks[2]
-        agents.wait_for_leader()
-        agents.start()
+        run.wait_for_leader()
+        run.start()
         run.folder = disks[1]
-        agents.wait_for_world(2)
+        run.wait_for_world(2)
         notes.note("K5", seconds=time.monotonic() - began)
-        assert agents.running[0].wait(120 * SHARING) == 0, agents.log()
-    finally:
-        agents.close()
+        assert run.running[0].wait(120 * SHARING) == 0, run.log()
     assert [row["step"] > 0 for row in run.starts()] == [False, True], "it continues"
     assert bucket.read("run/journal.jsonl") == (run.folder / "journal.jsonl").read_bytes()
     whole = Job(tmp_path / "whole", ["digits", f"data.root={digits}", *SMALL, *length])
@@ -347,46 +278,23 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
     assert_same(run, whole)
 
 
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 4])
-def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(
-    tmp_path: Path, digits: Path, first: int
-) -> None:
+def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(tmp_path: Path, digits: Path) -> None:
     """A node joins, then node 0 is lost and replaced: torchrun counts no restart of the ranks."""
-    agents = Agents(tmp_path, digits, "1:2", "train.epochs=1000", "checkpoint.keep=10")
-    run = agents.run
-    before = Job(run.folder, [*run.arguments, "train.max_steps=8"]).finished()
-    (checkpoint,) = [path for path in before.checkpoints() if step_of(path) == 4]
-    run.arguments.append(f"run.resume={checkpoint if first else 'never'}")
-    count = len(run.starts()) if first else 0
-    try:
-        agents.start()
-        # at first there are those of the run before
-        agents.wait_for(lambda: run.starts()[count:] and run.starts()[-1]["step"] == first, "start")
+    with Agents(tmp_path, digits, "1:2", "train.epochs=1000", "checkpoint.keep=10") as run:
+        before = Job(run.folder, [*run.arguments, "train.max_steps=8"]).finished()
+        (checkpoint,) = [path for path in before.checkpoints() if step_of(path) == 4]
+        run.arguments.append(f"run.resume={checkpoint}")
+        count = len(run.starts())
+        run.start().wait_until(lambda: len(run.starts()) > count, "start")
         for change in (1, -1, 1):
             size = run.starts()[-1]["tags"]["world"]
-            agents.wait_for_step(agents.wait_for_world(size) + 5)
+            run.wait_for_step(run.wait_for_world(size) + 5)
             if change > 0:
-                agents.start()
+                run.start()
             else:
-                lost = agents.running.pop(0)
-                kill(lost.pid, signal.SIGKILL)
-                lost.wait(10)
-            agents.wait_for_world(size + change)
-    finally:
-        agents.close()
-    steps = [row["step"] for row in run.starts()[count:]]
-    assert steps[0] == first, agents.log()
-    assert steps[1:] == sorted(set(steps[1:])), agents.log()
-    assert steps[1] > first, agents.log()
+                run.stop(signal.SIGKILL, 0)
+            run.wait_for_world(size + change)
+    first, *steps = [row["step"] for row in run.starts()[count:]]
+    assert first == 4 < steps[0], run.log()
+    assert steps == sorted(set(steps)), run.log()
     assert len([*run.folder.glob("before-*")]) == 1, "set aside once"
-
-
-def test_a_job_without_an_id_refuses_run_resume(tmp_path: Path, digits: Path) -> None:
-    agents = Agents(tmp_path, digits, "1:2", "run.resume=never")
-    agents.options.pop()
-    try:
-        assert agents.start().running[0].wait(60 * SHARING) == 1, agents.log()
-    finally:
-        agents.close()
-    assert "name this job with torchrun's --rdzv-id NAME, or leave run.resume out" in agents.log()
-    assert not agents.run.starts()

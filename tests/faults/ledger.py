@@ -16,7 +16,6 @@ import subprocess
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,15 +48,11 @@ _NOTES = pytest.StashKey[Notes]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("faults")
-    group.addoption(
-        "--faults", choices=("once", "ci", "long"), default="once", help="how often to inject each fault"
-    )
-    group.addoption(
-        "--seed", type=int, default=0, help="first seed, from which the instants of the faults are drawn"
-    )
-    group.addoption("--ledger", type=Path, help="append results to this file; skip tests that passed in it")
-    group.addoption("--report", type=Path, help="write the report of the ledger to this file")
+    add = parser.getgroup("faults").addoption
+    add("--faults", choices=("once", "ci", "long"), default="once", help="how often to inject each fault")
+    add("--seed", type=int, default=0, help="first seed, from which the instants of the faults are drawn")
+    add("--ledger", type=Path, help="append results to this file; skip tests that passed in it")
+    add("--report", type=Path, help="write the report of the ledger to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -104,12 +99,7 @@ class _Ledger:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         passed = {(row["test"], row["mode"]) for row in self._rows() if row["passed"]}
-        done = [
-            item
-            for item in items
-            if (item.nodeid, self._mode) in passed
-            or ((item.nodeid, "once") in passed and "full" not in item.fixturenames)  # type: ignore[attr-defined]
-        ]
+        done = [item for item in items if (item.nodeid, self._mode) in passed]
         config.hook.pytest_deselected(items=done)
         items[:] = [item for item in items if item not in done]
 
@@ -125,22 +115,16 @@ class _Ledger:
 
     def pytest_sessionfinish(self) -> None:
         if self._report and not self._is_worker:
-            self._report.write_text(_report(list(self._rows())))
+            self._report.write_text(_report(self._rows()))
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the ledger's results of the current code."""
-        if self._path.exists():
-            for line in self._path.read_text().splitlines():
-                row = json.loads(line)
-                if row["code"] == self._code:
-                    yield row
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the ledger's results of the current code."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [row for row in map(json.loads, lines) if row["code"] == self._code]
 
 
 def _report(results: list[dict[str, Any]]) -> str:
-    table = [
-        "| row | injected | promised | kept | s | test |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    table = ["| row | injected | promised | kept | s | test |", "| --- | --- | --- | --- | --- | --- |"]
     for name, (injected, promised) in ROWS.items():
         of_row = [result for result in results if name in result["faults"]]
         kept = [seconds for result in of_row if result["passed"] for seconds in result["faults"][name]]
@@ -156,21 +140,16 @@ def _report(results: list[dict[str, Any]]) -> str:
     modes = ", ".join(dict.fromkeys(_COMMANDS[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
     paragraphs = [
-        "# Faults",
-        _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
-        _wrap(
-            "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures"
-            " equal those of an undisturbed run. *Kept*: successes of attempts. *s*: median and longest time"
-            " until training made a step again, or until all processes had ended."
-        ),
-        "\n".join(table),
-        *(["Promise not kept:", "\n".join(failed)] if failed else []),
+        f"Measured by {modes}, {days}, commit {commits}, on {_machine()}.",
+        "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures"
+        " equal those of an undisturbed run. *Kept*: successes of attempts. *s*: median and longest time"
+        " until training made a step again, or until all processes had ended.",
     ]
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def _wrap(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+    wrapped = [
+        textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) for text in paragraphs
+    ]
+    lists = ["Promise not kept:", "\n".join(failed)] if failed else []
+    return "\n\n".join(["# Faults", *wrapped, "\n".join(table), *lists]) + "\n"
 
 
 def _machine() -> str:

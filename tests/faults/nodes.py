@@ -14,15 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import Job, environment, kill, variable
+from harness import Job, environment, kill, state, variable
 
 from pipeline.addons.deploy import node as settings
-from pipeline.supervision import process_stat
 
 BIN = Path(sys.executable).parent
 PREFIX = f"nodes-{os.getpid()}"
 SWITCH = f"{PREFIX}-switch"
-_MAX_STARTS = 200
 
 
 def missing() -> str | None:
@@ -39,22 +37,19 @@ class Node:
     def __init__(self, index: int, number: int) -> None:
         self.host = settings.host_name(index)
         self.namespace, self.port = f"{PREFIX}-{number}", f"port{number}"
-        self.address, self.mac = _address(number)
-        self.hosts = Path("/etc/netns", self.namespace, "hosts")  # `ip netns exec` mounts it at /etc/hosts
-        self.process: subprocess.Popen[bytes]
-
-    def make_namespace(self) -> None:
+        self.address, mac = _address(number)
         _ip("netns", "add", self.namespace)
-        _ip("link", "add", "eth0", "address", self.mac, "netns", self.namespace, "type", "veth",
+        _ip("link", "add", "eth0", "address", mac, "netns", self.namespace, "type", "veth",
             "peer", "name", self.port, "netns", SWITCH)  # fmt: skip
         _ip("-n", SWITCH, "link", "set", self.port, "master", "bridge", "up")
         # With fixed neighbours packets to a lost node disappear, as in an overlay network.
         # Otherwise the kernel would report "no route to host" when the node does not answer ARP.
-        neighbours = (f"neigh add {address} lladdr {mac} nud permanent dev eth0"
-                      for address, mac in map(_address, range(_MAX_STARTS)))  # fmt: skip
-        own = (f"address add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up")
-        commands = "\n".join((*own, *neighbours))
+        neighbours = [f"neigh add {address} lladdr {mac} nud permanent dev eth0"
+                      for address, mac in map(_address, range(200))]  # fmt: skip
+        own = [f"address add {self.address}/24 dev eth0", "link set eth0 up", "link set lo up"]
+        commands = "\n".join([*own, *neighbours])
         subprocess.run(["ip", "-n", self.namespace, "-batch", "-"], input=commands, text=True, check=True)
+        self.hosts = Path("/etc/netns", self.namespace, "hosts")  # `ip netns exec` mounts it at /etc/hosts
         self.hosts.parent.mkdir(parents=True, exist_ok=True)
         self.hosts.touch()
 
@@ -69,10 +64,9 @@ class Node:
     def processes(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
 
-    def ranks(self) -> dict[str, int]:
-        """Return the living ranks by number."""
-        found = [(variable(pid, "RANK"), pid) for pid in self.processes()]
-        return {rank: pid for rank, pid in reversed(found) if rank is not None}  # before its loader workers
+    def ranks(self) -> set[int]:
+        """Return the processes of living ranks, with their loader workers."""
+        return {pid for pid in self.processes() if variable(pid, "RANK") is not None}
 
     def set_network(self, state: str) -> None:
         """Set the node's port of the switch `up`, or `down`: packets are lost, without a reset."""
@@ -88,22 +82,17 @@ class Node:
         self.set_network("down")
         told: set[int] = set()
         # in an uninterruptible wait (D) nothing runs: it may be for a new child that was stopped
-        while left := {pid for pid in self.processes() if pid not in told or _state(pid) not in "DTZ"}:
+        while left := {pid for pid in self.processes() if pid not in told or state(pid) not in "DTZ"}:
             for pid in sorted(left):
                 kill(pid, signal.SIGSTOP)
             told |= left
 
-    def thaw(self) -> None:
-        self.set_network("up")
-        for pid in self.processes():
-            kill(pid, signal.SIGCONT)
-
 
 class Nodes:
-    """The nodes of one job; a context manager that removes all of them at its end."""
+    """The two nodes of a job; a context manager that removes them at its end."""
 
-    def __init__(self, folder: Path, count: int, *words: str) -> None:
-        self.run, self.count = Job(folder / "run", ["digits", *words, "data.workers=1"]), count
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.run = Job(folder / "run", ["digits", *words, "data.workers=1"])
         self._all: list[Node] = []
         self._current: dict[int, Node] = {}
         folder.mkdir(parents=True)
@@ -129,26 +118,40 @@ class Nodes:
         """Start a node, or its replacement. command: other words than those before the request."""
         folder = self.run.folder.parent
         node = self._current[index] = Node(index, len(self._all))
-        node.make_namespace()
         self._all.append(node)
-        self.write_names()
+        self._write_names()
         program, *words = command or settings.COMMAND
         request = [*self.run.arguments, f"run.dir={self.run.folder}"]
-        env = environment(**settings.environment(self.count, 1))
+        env = environment(**settings.environment(2, 1))
         env |= {"PIPELINE_FINISHED": str(folder / f"finished-{index}")}  # in a pod: its own /tmp
         node.start([str(BIN / program), *words, *request], folder / f"node-{index}.log", env)
         return node
 
     def start_all(self) -> "Nodes":
-        for index in range(self.count):
+        for index in range(2):
             self.start(index)
         return self
 
-    def write_names(self, *, without: tuple[int, ...] = ()) -> None:
-        """Make the nodes' names resolve, except `without`. Each node knows its own."""
+    def ends(self, number: int = 0) -> list[int]:
+        """Send a signal to each node's command; return the exit codes once all have ended."""
+        for node in self._current.values():
+            kill(node.process.pid, number)
+        return [node.process.wait(120) for node in self._current.values()]
+
+    def thaw_all(self) -> None:
+        """Wake the nodes that were frozen, and replaced: they must end by themselves."""
         for node in self._all:
-            others = [other for index, other in self._current.items() if index not in without]
-            lines = [f"{other.address} {other.host}" for other in others if other.host != node.host]
+            if node not in self._current.values():
+                node.set_network("up")
+                for pid in node.processes():
+                    kill(pid, signal.SIGCONT)
+                self.wait_for(lambda node=node: not node.processes(), "end of the thawed node", 60)
+
+    def _write_names(self) -> None:
+        """Make the nodes' names resolve. Each node knows its own."""
+        for node in self._all:
+            others = [other for other in self._current.values() if other.host != node.host]
+            lines = [f"{other.address} {other.host}" for other in others]
             own = f"{node.address} {node.host} {node.host.partition('.')[0]}"
             with open(node.hosts, "r+") as file:  # in place: it is mounted
                 file.write("\n".join(["127.0.0.1 localhost", own, *lines, ""]))
@@ -180,14 +183,6 @@ class Nodes:
 def _address(number: int) -> tuple[str, str]:
     """Return the IP and the MAC address of the start with this number."""
     return f"10.231.7.{10 + number}", f"02:00:00:00:07:{10 + number:02x}"
-
-
-def _state(pid: int) -> str:
-    """Return a process's state; that of a zombie if it has ended."""
-    try:
-        return process_stat(pid)[0]
-    except OSError:
-        return "Z"
 
 
 def _ip(*arguments: str) -> str:

@@ -33,57 +33,55 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: 
 
 
 @pytest.mark.full
-def test_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(
+def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(
     tmp_path: Path, digits: Path
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
     run.wait_for_step(5)
-    assert run.process
-    workers = [pid for pid in children(run.process.pid) if "pipeline train" in command_line(pid)]
+    run.send(signal.SIGSTOP)
+    time.sleep(LIMIT + 14)  # the length of the pause
+    run.send(signal.SIGCONT)
+    run.wait_for_step(run.step() + 5)
+    workers = [pid for pid in children(run.ranks()[0]) if "pipeline train" in command_line(pid)]
     kill(workers[0], signal.SIGSTOP)
     result = run.wait(LIMIT + 60)
     assert result.code == 1
     run.wait_gone(3)
-    traceback = (run.folder / "hang-rank-0.txt").read_text()
-    assert "most recent call first" in traceback
-    assert "forward_backward" in traceback, "it waited for a batch"
-    assert f"{run.folder / 'hang-rank-0.txt'}" in result.err
-
-
-@pytest.mark.full
-def test_a_paused_and_continued_job_is_not_taken_for_a_hang(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "train.max_steps=60", nproc=1).start()
-    run.wait_for_step(5)
-    run.send(signal.SIGSTOP)
-    time.sleep(LIMIT + 14)  # the length of the pause
-    assert run.stop(signal.SIGCONT).code == 0
+    stacks = run.folder / "hang-rank-0.txt"
+    assert "most recent call first" in stacks.read_text()
+    assert "forward_backward" in stacks.read_text(), "it waited for a batch"
+    assert str(stacks) in result.err
 
 
 def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, digits: Path) -> None:
     assert 1 + watchdog.STOP_S + watchdog._WRITING_S < 30, "torchrun's shutdown timeout"
     words = ("checkpoint.every=5 steps", "run.timeout=60")
     run = job(tmp_path / "run", digits, *words, nproc=2)
-    run.prelude = (
-        "import ctypes\n"
-        "from pipeline.guards import nonfinite, watchdog\n"
-        "from pipeline.train import session\n"
-        "watchdog.STOP_S = 4\n"
-        "class Event:\n"
-        "    records = 0\n"
-        "    def record(self):\n"
-        "        self.records += 1\n"
-        "    def synchronize(self):\n"  # as behind an NCCL kernel whose peer has died
-        "        lock = ctypes.create_string_buffer(64)\n"
-        f"        if self.records == 15: open({str(tmp_path / 'waits')!r}, 'w').close()\n"
-        "        while self.records == 15:\n"
-        "            ctypes.CDLL(None).pthread_mutex_lock(lock)\n"  # no signal interrupts it
-        "def make_loss_guard(*parts):\n"
-        "    guard = nonfinite.DeviceLossGuard(*parts)\n"
-        "    if parts[0].group.is_main:\n"
-        "        guard._copied = Event()\n"
-        "    return guard\n"
-        "session.make_loss_guard = make_loss_guard\n"
-    )
+    # An event waits as behind an NCCL kernel whose peer has died: no signal interrupts it.
+    run.prelude = f"""\
+import ctypes
+from pipeline.guards import nonfinite, watchdog
+from pipeline.train import session
+watchdog.STOP_S = 4
+
+class Event:
+    records = 0
+    def record(self):
+        self.records += 1
+    def synchronize(self):
+        lock = ctypes.create_string_buffer(64)
+        if self.records == 15: open({str(tmp_path / "waits")!r}, "w").close()
+        while self.records == 15:
+            ctypes.CDLL(None).pthread_mutex_lock(lock)
+
+def make_loss_guard(*parts):
+    guard = nonfinite.DeviceLossGuard(*parts)
+    if parts[0].group.is_main:
+        guard._copied = Event()
+    return guard
+
+session.make_loss_guard = make_loss_guard
+"""
     run.start().wait_until((tmp_path / "waits").exists, "wait")
     result = run.stop()
     assert result.code == 75, "before run.timeout ends them, with 1"

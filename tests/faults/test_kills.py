@@ -4,11 +4,14 @@
 """
 
 import random
+import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import closing
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from harness import (
     Job,
     assert_each_sample_once,
     assert_same,
+    before_each,
     children,
     command_line,
     environment,
@@ -25,51 +29,41 @@ from harness import (
 )
 
 from faults.ledger import Notes
-from pipeline.record.checkpoint_files import step_of
 
 EVERY = 7
 WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2")
-ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": "A4", "loader worker": "A5"}
-Make = Callable[[Path], Job]
-Uninterrupted = Callable[[str, Make], Job]
+ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": "A4", "loader worker": "A5",
+        "save after SIGTERM": "B4"}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
-    """Return a function that makes a run without faults once per name."""
-    runs: dict[str, Job] = {}
-
-    def run_once(name: str, make: Make) -> Job:
-        if name not in runs:
-            runs[name] = make(tmp_path_factory.mktemp("uninterrupted") / "run")
-            runs[name].interpreter = True  # forks of one process have the same hashes, for example
-            runs[name].finished()
-        return runs[name]
-
-    return run_once
+def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
+    uri = f"sqlite:///{folder.parent}/{folder.name}.db" if is_tracked else "none"
+    words = ["digits", f"data.root={digits}", *SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2",
+             "train.epochs=2", f"track.uri={uri}"]  # fmt: skip
+    return Job(folder, words, nproc=world)
 
 
-@pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=1, long=15)
-@pytest.mark.parametrize("world", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
+@pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path
+) -> Job:
+    world = request.param
+    run = job(tmp_path_factory.mktemp("undisturbed") / "run", digits, world, is_tracked=world == 2)
+    run.interpreter = True  # forks of one process have the same hashes, for example
+    return run.finished()
+
+
+@pytest.mark.fault("A1", "A2", "A3", "A4", "A5", "B4", ci=1, long=15)
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, world: int, seed: int, full: bool,
-    notes: Notes,
-) -> None:  # fmt: skip
+    tmp_path: Path, digits: Path, undisturbed: Job, seed: int, full: bool, notes: Notes
+) -> None:
+    world = undisturbed.nproc
     # in the other cases the journal, from which MLflow gets its data, is enough
-    tracked = world == 2 and seed == 0
-
-    def make(folder: Path, tracked: bool = world == 2) -> Job:
-        uri = f"sqlite:///{folder.parent}/{folder.name}.db" if tracked else "none"
-        words = ["digits", f"data.root={digits}", *WORDS, "train.epochs=2", f"track.uri={uri}"]
-        return Job(folder, words, nproc=world)
-
+    is_tracked = world == 2 and seed == 0
     draw = random.Random(1000 * world + seed)
-    # Each fault except the loss of a worker twice, with 4 processes once: restarts take long.
-    repeated = ("one rank", "all ranks", "launcher", "inside a save") if world < 4 else ()
-    kinds = [*ROWS, *(repeated if full else ())]
-    expected = uninterrupted(f"processes {world}", make)
-    run = make(tmp_path / "faulty", tracked).start()
-    share = expected.step() // (len(kinds) + 1)
+    kinds = [*ROWS] * (2 if full and world < 4 else 1)  # with 4 processes restarts take long
+    run = job(tmp_path / "faulty", digits, world, is_tracked=is_tracked).start()
+    share = undisturbed.step() // (len(kinds) + 1)
     try:
         for number, kind in enumerate(draw.sample(kinds, len(kinds))):
             run.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
@@ -78,17 +72,17 @@ def test_killed_processes_end_with_the_same_bits(
     finally:
         run.clean()
     assert result.code == 0, result.err
-    assert_same(run, expected)
-    if tracked:
-        assert _mlflow_history(run) == _mlflow_history(expected)
+    assert_same(run, undisturbed)
+    if is_tracked:
+        assert _mlflow_history(run) == _mlflow_history(undisturbed)
 
 
 def _inject(run: Job, kind: str, draw: random.Random) -> float:
     """Kill, and repeat the command if that ends the run; return the seconds until a step."""
     before, starts, began = run.step(), len(run.starts()), time.monotonic()
-    assert run.process
     time.sleep(_wait_for_save(run, draw) if kind == "inside a save" else draw.uniform(0, 0.3))
     ranks = run.ranks()
+    victims = ranks
     match kind:
         case "launcher":
             victims = [run.process.pid]
@@ -96,8 +90,10 @@ def _inject(run: Job, kind: str, draw: random.Random) -> float:
             victims = [draw.choice(ranks)]
         case "loader worker":
             victims = [draw.choice([p for p in children(draw.choice(ranks)) if " train " in command_line(p)])]
-        case _:
-            victims = ranks
+        case "save after SIGTERM":
+            kill(draw.choice(ranks), signal.SIGTERM)
+            run.wait_until(run.is_saving, "save", pause=0.0002)
+            victims = [*ranks, run.process.pid]
     for pid in victims:
         kill(pid, signal.SIGKILL)
     if kind == "loader worker":
@@ -132,11 +128,9 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system gives no process namespace")
     run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=1 steps"])
-    command = [sys.executable, "-m", "pipeline", *run.train_words()]
-    (tmp_path / "agent").write_text(
-        f"import subprocess\nwith open('err', 'w') as err:\n    subprocess.Popen({command}, stderr=err)\n"
-    )
-    (tmp_path / "start").write_text(f"{sys.executable} agent\ntouch left\nexec sleep 60\n")
+    train = shlex.join([sys.executable, "-m", "pipeline", *run.train_words()])
+    (tmp_path / "agent").write_text(f"{train} 2>err &\n")
+    (tmp_path / "start").write_text("sh agent\ntouch left\nexec sleep 60\n")
     env = environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="1")
     container = subprocess.Popen([*namespace, "sh", "start"], cwd=tmp_path, env=env, start_new_session=True)
     try:
@@ -177,7 +171,7 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
     assert run.trace() == expected.trace()
     assert result.done["weights"] not in expected.output(), "only exact mode promises the same weights"
     # of a step that was trained again, the last row counts
-    found = [{step: value for step, _, value in job.journal("train/loss")} for job in (expected, run)]
+    found = [{step: value for step, _, value in made.journal("train/loss")} for made in (expected, run)]
     losses = [[value for step, value in steps.items() if step <= 100] for steps in found]
     assert losses[0][-1] < 0.9 * losses[0][0], "the loss falls"
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
@@ -196,7 +190,6 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
     for kind in draw.sample(("one rank", "one rank", "launcher"), 3):
         run.wait_for_step(draw.randint(11, 39))
-        assert run.process
         kill(run.process.pid if kind == "launcher" else run.ranks()[0], signal.SIGKILL)
         if kind == "launcher":
             run.wait_gone(5)
@@ -210,45 +203,43 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
-@pytest.mark.full
-@pytest.mark.fault("B4", ci=1, long=20)
-def test_a_run_killed_in_the_save_after_sigterm_resumes_from_the_previous_checkpoint(
-    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, seed: int
+PHASES = {"validation": "evaluate", "save": "save", "first step": "update_once"}
+"""Each phase -> its function of the loop."""
+
+
+@pytest.mark.fault("J2", ci=1, long=20)
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("stages", marks=pytest.mark.full)])
+def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
+    tmp_path: Path, digits: Path, parallel: str, seed: int, full: bool, notes: Notes
 ) -> None:
-    def make(folder: Path) -> Job:
-        words = ("train.epochs=2", "checkpoint.every=1000 steps", "evaluate.every=1000 steps")
-        return Job(folder, ["digits", f"data.root={digits}", *WORDS, *words], nproc=2)
-
-    draw = random.Random(seed)
-    expected = uninterrupted("one save", make)
-    run = make(tmp_path / "faulty").start()
-    try:
-        run.wait_for_step(draw.randint(3, 40))
-        kill(draw.choice(run.ranks()), signal.SIGTERM)
-        run.wait_until(run.is_saving, "save", pause=0.0002)
-        assert run.process
-        for pid in (*run.ranks(), run.process.pid):
-            kill(pid, signal.SIGKILL)
+    """No process has the full model. The next start begins with the validation, before any step."""
+    draw = random.Random(f"{parallel} {seed}")
+    instants = (
+        list(product(PHASES, (signal.SIGKILL, signal.SIGTERM))) if full else [("validation", signal.SIGTERM)]
+    )
+    order = draw.sample(instants, len(instants))
+    order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
+    # 45 batches are evaluated, which takes long
+    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "data.workers=0",
+             f"train.max_steps={36 if full else 12}", "evaluate.every=6 steps", "evaluate.batch=8",
+             "checkpoint.every=4 steps"]  # fmt: skip
+    run = Job(tmp_path / "run", words, nproc=2)
+    for phase, number in order:
+        is_for_all = number == signal.SIGKILL and draw.random() < 0.5
+        ranks = "01" if is_for_all else draw.choice("01")
+        timer = f"threading.Timer({draw.uniform(0, 0.1)}, os.kill, (os.getpid(), {number:d}))"
+        fault = f"if os.environ['RANK'] in {ranks!r}: {timer}.start()"
+        run.prelude = before_each(f"pipeline.train.loop.{PHASES[phase]}", fault)
+        result = run.run()
+        assert result.code == (75 if number == signal.SIGTERM else 1), (phase, number, result.err)
         run.wait_gone(5)
-        assert len(run.checkpoints()) <= 1, "complete or absent"
-        assert all(step_of(path) == run.step() for path in run.checkpoints())
-        result = run.start().wait()
-    finally:
-        run.clean()
-    assert result.code == 0, result.err
-    assert_same(run, expected)
+        notes.note("J2")
+    run.prelude = ""
+    assert_same(run.finished(), Job(tmp_path / "undisturbed", words, nproc=2).finished())
 
 
-def _mlflow_history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """Return status and metrics of the only MLflow run."""
-    import mlflow
-
-    client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent}/{run.folder.name}.db")
-    (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
-    (tracked,) = client.search_runs([experiment.experiment_id])
-    history = {}
-    for key in tracked.data.metrics:
-        if key.startswith(("train/", "val/")):
-            points = client.get_metric_history(tracked.info.run_id, key)
-            history[key] = sorted((point.step, point.value) for point in points)
-    return tracked.info.status, history
+def _mlflow_history(run: Job) -> list[list[tuple[object, ...]]]:
+    """Return the status of each run in MLflow's database, and the points of its metrics."""
+    points = "SELECT key, step, value FROM metrics WHERE key LIKE 'train/%' OR key LIKE 'val/%'"
+    with closing(sqlite3.connect(run.folder.with_suffix(".db"))) as tables:
+        return [sorted(tables.execute(query)) for query in ("SELECT status FROM runs", points)]

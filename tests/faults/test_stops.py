@@ -1,18 +1,16 @@
 """A stop signal to any process, in any phase, saves the current step and exits 75 in seconds."""
 
-import itertools
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from harness import SMALL, Job, before_each, children, command_line, kill, quick, wait_until
+from harness import SMALL, Job, assert_same, before_each, children, command_line, kill, quick, wait_until
 
 from faults.ledger import Notes
 from pipeline.errors import RunError, TemporaryError
@@ -56,64 +54,59 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         assert f"step {saved} is saved" in result.error
     if full:
         uninterrupted = job(tmp_path / "uninterrupted", digits, nproc=ranks)
-        assert run.run_in_forks().done == uninterrupted.run_in_forks().done
-        assert run.trace() == uninterrupted.trace()
-        assert run.journal("train/", "val/") == uninterrupted.journal("train/", "val/")
+        assert run.run_in_forks().out == uninterrupted.run_in_forks().out
+        assert_same(run, uninterrupted)
 
 
-@pytest.mark.parametrize(
-    ("number", "nproc", "by_torchrun"),
-    [(signal.SIGTERM, 2, True), (signal.SIGHUP, 1, False), (signal.SIGHUP, 2, False),
-     pytest.param(signal.SIGTERM, 2, False, marks=pytest.mark.full)],
-)  # fmt: skip
-def test_a_signal_to_the_launcher_saves_that_step(
-    tmp_path: Path, digits: Path, number: int, nproc: int, by_torchrun: bool
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_closed_terminal_stops_a_run_which_saves_that_step(
+    tmp_path: Path, digits: Path, nproc: int
 ) -> None:
-    """Test with loader workers: torchrun's agent signals the whole process group."""
-    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc)
-    run.by_torchrun = by_torchrun
-    run.start().wait_for_step(5)
-    result = run.stop(number)
-    assert result.code == (1 if by_torchrun else 75)  # torchrun exits 1 for every failure
-    assert by_torchrun or f"step {run.step()} is saved" in result.error
+    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start()
+    run.wait_for_step(5)
+    result = run.stop(signal.SIGHUP)
+    assert result.code == 75
+    assert f"step {run.step()} is saved" in result.error
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
-def test_loader_workers_ignore_signals_to_their_process_group(tmp_path: Path, digits: Path) -> None:
+@pytest.mark.fault("B2")
+def test_signals_to_loader_workers_or_again_do_not_break_the_save(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "train.epochs=100", nproc=1).start()
     run.wait_for_step(5)
-    assert run.process
-    workers = [pid for pid in children(run.process.pid) if " train " in command_line(pid)]
+    workers = [pid for pid in children(run.ranks()[0]) if " train " in command_line(pid)]
     assert workers
     for pid in workers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             kill(pid, number)
     run.wait_for_step(run.step() + 5)
     assert all(" train " in command_line(pid) for pid in workers), "no worker ended"
+    run.send(signal.SIGUSR1)
+    run.wait_until(lambda: "most recent call first" in run.log(), "stacks of the threads")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        run.send(number)
     assert run.stop().code == 75
+    assert step_of(run.checkpoints()[-1]) == run.step()
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
-def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
+def test_nohup_keeps_a_run_and_all_its_processes_until_its_launcher_is_stopped(
     tmp_path: Path, digits: Path, by_torchrun: bool
 ) -> None:
+    """Test with loader workers: torchrun's agent signals the whole process group."""
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
     run.by_torchrun = run.interpreter = by_torchrun
-    if not by_torchrun:
-        run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a new interpreter inherits it
-    run.start()
-    signal.signal(signal.SIGHUP, before)
-    run.wait_for_step(2)
+    run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    run.start().wait_for_step(2)
     for pid in run.processes():
         kill(pid, signal.SIGHUP)
     run.wait_for_step(run.step() + 5)
     assert len(run.ranks()) == 2, "no rank ended"
-    assert run.stop().code == (1 if by_torchrun else 75)
+    assert run.stop().code == (1 if by_torchrun else 75)  # torchrun exits 1 for every failure
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
     tmp_path: Path, digits: Path, number: int, seed: int, full: bool
 ) -> None:
@@ -139,9 +132,13 @@ def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
     """
     draw = random.Random(seed)
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=1)
+    stop = "inner(*words); os.kill(os.getpid(), signal.SIGTERM); return"
+    run.prelude = before_each("pipeline.record.folder:RunFolder.hold", stop)
+    assert run.run().code == 75
+    assert not run.folder.exists(), "a run without a step leaves no folder"
+    run.prelude = ""
     run.arguments.append("train.max_steps=1")
-    assert run.run().code == 0
-    run.arguments.pop()
+    run.finished().arguments.pop()
     for instant in range(30 if full else 6):
         call = ("operate.resume.decode_state", "operate.start.find", "train.session.build")[instant % 3]
         timer = f"threading.Timer({draw.uniform(0, 0.08)}, os.kill, (os.getpid(), signal.SIGTERM))"
@@ -161,14 +158,6 @@ def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path, nu
         _, error = process.communicate()
     assert process.returncode == 75
     assert (error.count("\n"), "the same command again" in error) == (1, True)
-
-
-def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, nproc=1)
-    stop = "inner(*words); os.kill(os.getpid(), signal.SIGTERM); return"
-    run.prelude = before_each("pipeline.record.folder:RunFolder.hold", stop)
-    assert run.run().code == 75
-    assert not run.folder.exists()
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -201,56 +190,29 @@ def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, di
     assert "disk" not in result.err
 
 
-def test_a_program_may_train_in_a_thread(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=1", "train.max_steps=2", nproc=1)
-    run.prelude = (
-        "import concurrent.futures, pipeline.cli.main as cli\n"
-        "main = cli.main\n"
-        "cli.main = lambda words: concurrent.futures.ThreadPoolExecutor().submit(main, words).result()\n"
-    )
-    assert run.run().done["step"] == "2"
-
-
-@pytest.mark.fault("B2")
-def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=0", nproc=1).start()
-    run.wait_for_step(5)
-    run.send(signal.SIGUSR1)
-    run.wait_until(lambda: "most recent call first" in run.log(), "stacks of the threads")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        run.send(number)
-    assert run.stop().code == 75
-    assert step_of(run.checkpoints()[-1]) == run.step()
-
-
 def test_a_stop_cuts_neither_slow_steps_nor_saves_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop = StopRequest()
     watched = Watchdog(3000, tmp_path / "stacks", 0, stop)
-    saved = False
-
-    def life() -> Iterator[bool]:
-        """Yield once a second, until the watchdog ends the process."""
-        nonlocal saved
-        yield from itertools.repeat(False, 45)  # a step
-        watched.beat()
-        stop._received.append(signal.SIGTERM)
-        yield from itertools.repeat(False, 60)  # a step that takes longer
-        with watched.allow_pause():
-            yield from itertools.repeat(False, 140)  # a save
-        saved = True
-        yield from itertools.repeat(False)  # a hang
 
     def end(error: RunError) -> NoReturn:
         raise error
 
-    clock = life()
-    monkeypatch.setattr(watched, "_stopped", SimpleNamespace(wait=lambda _: next(clock)))
-    monkeypatch.setattr(watched, "_end_process", end)
-    with pytest.raises(TemporaryError, match="rank 0 was asked to stop, made no progress for 121 s"):
+    def pass_time(seconds: int) -> None:
+        ticks = iter([*[False] * seconds, True])
+        monkeypatch.setattr(watched, "_stopped", SimpleNamespace(wait=lambda _: next(ticks)))
         watched._watch()
-    assert saved
+
+    monkeypatch.setattr(watched, "_end_process", end)
+    pass_time(45)  # a step
+    watched.beat()
+    stop._received.append(signal.SIGTERM)
+    pass_time(60)  # a step that takes longer
+    with watched.allow_pause():
+        pass_time(140)  # a save
+    with pytest.raises(TemporaryError, match="rank 0 was asked to stop, made no progress for 121 s"):
+        pass_time(200)  # a hang
 
 
 @pytest.mark.fault("A8")
