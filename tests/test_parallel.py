@@ -5,6 +5,7 @@ with `sync` each process normalises with those of all.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,8 +89,7 @@ def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
         group = Group(World(size=4, local_size=local_size), torch.device("cpu"))
         group.hosts = hosts
         line = refused(partial(make_fsdp, group, "fsdp.shard=node"))
-        assert line.startswith("fsdp.shard=node needs ")
-        assert f"not ranks on {', '.join(hosts)}" in line
+        assert re.match(f"fsdp.shard=node needs .* not ranks on {', '.join(hosts)}", line)
 
 
 def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
@@ -99,8 +99,7 @@ def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
         (["stages.count=4", "stages.micro_batches=2"], "is less than"),
     ):
         line = refused(partial(plan_of, "parallel=stages", *wrong, size=4))
-        assert says in line
-        assert wrong[-1] in line
+        assert (says in line, wrong[-1] in line) == (True, True), line
     _, made = plan_of("parallel=stages", "batch.accumulate=2", size=4)
     assert (made.stages, made.micro_batch, made.micro_batches, made.bn_batch) == (2, 12, 4, 6)
 
@@ -161,9 +160,8 @@ def test_stages_cost_about_the_same_and_no_more_than_there_are_layers() -> None:
         return [sum(name.startswith("layer") for layer in stage for name in layer.owns) for stage in stages]
 
     assert split("resnet50", 4, 224) == [4, 4, 4, 4]
-    assert "too large for resnet18: " in (line := refused(partial(split, "resnet18", 13, 64)))
-    assert line.startswith("stages.count=13 is ")
-    assert "at most 11" in line
+    line = refused(partial(split, "resnet18", 13, 64))
+    assert re.match("stages.count=13 is too large for resnet18: .* at most 11", line)
     line = refused(partial(split, "squeezenet1_0", 2, 64))
     assert line.startswith("parallel=stages cannot split model.arch=squeezenet1_0: ")
 
