@@ -7,7 +7,7 @@ on every x86-64 CPU with AVX2.
 from pathlib import Path
 
 import pytest
-from equivalence import PAGE, RECIPES, ROWS, Recipe, Row, digest, measured, train, train_recipe
+from equivalence import PAGE, RECIPES, ROWS, Row, digest, measured, train, train_recipe
 from harness import SMALL, Job
 
 from pipeline.addons.models.compilation import missing_to_compile
@@ -25,7 +25,7 @@ QUICK = ("one process", "torchrun", "two nodes", "exact, 2 processes", "fsdp, 2 
 
 def test_the_page_has_every_recipe_and_rows_without_a_tolerance_are_identical() -> None:
     lines = PAGE.read_text().splitlines()
-    assert all(str(row) in lines for row in (*ROWS.values(), *RECIPES.values()))
+    assert all(str(row) in lines for row in ROWS.values())
     assert {*RECIPES, "digits", "finetune", "finetune-cpu"} == set(recipe_names())
     assert all(row.weights == ROWS[row.against].weights for row in ROWS.values() if row.tolerance == "0")
 
@@ -40,9 +40,9 @@ def test_up_to_two_processes_have_the_published_weights(row: Row, tmp_path: Path
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_a_short_run_of_a_recipe_has_the_published_weights(recipe: Recipe, tmp_path: Path) -> None:
-    assert train_recipe(recipe, tmp_path) == recipe
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_short_run_of_a_recipe_has_the_published_weights(name: str, tmp_path: Path) -> None:
+    assert train_recipe(name, tmp_path) == RECIPES[name][1]
 
 
 @pytest.mark.parametrize(
