@@ -29,7 +29,7 @@ from pipeline.train.evaluation import Evaluation
 from pipeline.train.listener import Evaluated
 from pipeline.train.loop import Trainer
 
-SMALL = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "schedule.warmup=0", "track.every=1 step")
+SMALL = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "schedule.warmup=0")
 
 
 def batch_of(trainer: Trainer, position: int) -> Batch:
@@ -115,7 +115,7 @@ class Run:
     """A run on the CPU that trains on one batch with LossGuard or DeviceLossGuard."""
 
     def __init__(self, digits: Path, *words: str, on_device: bool = False) -> None:
-        self.trainer = make_trainer(digits, *SMALL, *words)
+        self.trainer = make_trainer(digits, *SMALL, "track.every=1 step", *words)
         self.state, self.batch = self.trainer.state, batch_of(self.trainer, 0)
         if on_device:
             timer = self.trainer.process.timer
