@@ -63,24 +63,14 @@ class Row(NamedTuple):
         return "| {} | `{}` | {} | {} | {} | {} | {} | {} |".format(*self)
 
 
-class Recipe(NamedTuple):
-    """A row of the page's second table."""
-
-    name: str
-    words: str
-    weights: str
-
-    def __str__(self) -> str:
-        return "| `{}` | `{}` | {} |".format(*self)
-
-
 CELLS = [
     [cell.strip(" `") for cell in line.split("|")[1:-1]]
     for line in PAGE.read_text().splitlines()
     if line.startswith("| ") and not line.startswith(("| run |", "| recipe |", "| ---"))
 ]
 ROWS = {cells[0]: Row(*cells) for cells in CELLS if len(cells) == len(Row._fields)}
-RECIPES = {cells[0]: Recipe(*cells) for cells in CELLS if len(cells) == len(Recipe._fields)}
+RECIPES = {cells[0]: (cells[1], cells[2]) for cells in CELLS if len(cells) == 3}
+"""The options and the weights of each row of the page's second table."""
 
 
 def measured(rows: Iterable[Row], folder: Path, digits: Path) -> Iterator[Row]:
@@ -126,11 +116,10 @@ def digest(row: Row, weights: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def train_recipe(recipe: Recipe, scratch: Path) -> Recipe:
-    """Train two steps of a recipe."""
-    words = re.findall(r"[\w.]+=(?:{[^}]*}|\S+)", recipe.words)
-    done = Job(scratch / recipe.name, [recipe.name, *SMALLER, *words]).run().done
-    return recipe._replace(weights=done["weights"][:16])
+def train_recipe(name: str, scratch: Path) -> str:
+    """Train two steps of a recipe; return its weights as the page has them."""
+    words = re.findall(r"[\w.]+=(?:{[^}]*}|\S+)", RECIPES[name][0])
+    return Job(scratch / name, [name, *SMALLER, *words]).run().done["weights"][:16]
 
 
 def main() -> int:
@@ -144,8 +133,8 @@ def main() -> int:
             print(f"{row.name:<20} {row.difference}", flush=True)
             page = page.replace(str(ROWS[row.name]), str(row))
             code |= float(row.difference) > float(row.tolerance)
-        for recipe in RECIPES.values():
-            page = page.replace(str(recipe), str(train_recipe(recipe, scratch)))
+        for name, (_, weights) in RECIPES.items():
+            page = page.replace(weights, train_recipe(name, scratch))
     PAGE.write_text(page)
     return code
 

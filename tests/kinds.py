@@ -215,9 +215,8 @@ def draws() -> Iterator[Tensor]:
 def schedules() -> Iterator[Tensor]:
     for name in ("cosine", "linear", "step", "constant"):
         plan = plan_of(f"schedule.name={name}", "train.epochs=90")[1]
-        yield torch.tensor(
-            [plan.learning_rate(step) for step in range(plan.total_steps)], dtype=torch.float64
-        )
+        rates = [plan.learning_rate(step) for step in range(plan.total_steps)]
+        yield torch.tensor(rates, dtype=torch.float64)
 
 
 def orders() -> Iterator[Tensor]:

@@ -95,7 +95,7 @@ class Exact:
         for micro, images in enumerate(self.shards):
             with self.strategy.gradient_sync(micro):
                 backward(self.strategy.forward(images), images, scale)
-        return self.strategy.has_overflow()
+        return bool(self.strategy.has_overflow())
 
 
 def backward(output: torch.Tensor, images: torch.Tensor, scale: float = 1) -> None:

@@ -61,12 +61,12 @@ def _join(rank: int, address: str) -> None:
     time.sleep(4 * (rank == 0))
     group = Group(World(2, 2, rank, rank, init_method=address), torch.device("cpu"), 2, restore_s=100)
     if rank == 0:
-        time.sleep(10)
+        time.sleep(6)
         os._exit(0)
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         group.any_rank(False)
-    os._exit(0 if time.monotonic() - start < 8 else 9)
+    os._exit(0 if time.monotonic() - start < 5 else 9)
 
 
 def test_rank_0_may_join_later_than_a_collective_may_take() -> None:

@@ -1,11 +1,9 @@
 """A resume needs no pretrained weights, moves between folders, and keeps the best model."""
 
 import shutil
-import signal
 
-import forked
 import pytest
-from harness import environment, kill, save_checkpoint, wait_until
+from harness import before_each, quick, save_checkpoint
 from place import SMALL, Place
 
 from pipeline.addons.deploy.restart import config_after_restart
@@ -191,21 +189,8 @@ def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
         assert (code, "its part 'totals' is missing or damaged" in err) == (4, True), err
 
 
-@pytest.mark.parametrize(
-    ("code", "says"), [(75, "asked to stop before a step was made"), (1, "rank 0 made no progress for")]
-)
-def test_a_signal_or_the_watchdog_ends_a_hanging_read(place: Place, code: int, says: str) -> None:
-    prelude = """
-import time
-from pipeline.record import checkpoint_files
-checkpoint_files.read_verified = lambda path: open("reading", "w").close() or time.sleep(600)
-"""
-    command = ["pipeline", "train", "digits", *SMALL, "run.dir=runs/done"]
-    command += ["run.timeout=1000" if code == 75 else "run.timeout=1"]
-    outputs = place.path / "out", place.path / "err"
-    process = forked.server().start(command, environment(), outputs, prelude, place.path)
-    wait_until((place.path / "reading").exists, "reading")  # which hangs, as on dead storage
-    if code == 75:
-        kill(process.pid, signal.SIGTERM)
-    assert process.wait(120) == code
-    assert says in outputs[1].read_text()
+def test_a_start_that_hangs_while_it_reads_a_checkpoint_is_ended(place: Place) -> None:
+    hang = before_each("pipeline.record.checkpoint_files.read_verified", "time.sleep(600)")  # dead storage
+    words = ("run.dir=runs/done", "run.timeout=1")
+    result = quick("train", "digits", *SMALL, *words, cwd=place.path, prelude=hang)
+    assert (result.code, "rank 0 made no progress for" in result.err) == (1, True), result.err
