@@ -25,7 +25,6 @@ from harness import (
     command_line,
     environment,
     kill,
-    make_database,
     wait_until,
 )
 
@@ -37,10 +36,7 @@ ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": 
 
 
 def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
-    database = folder.with_suffix(".db")
-    uri = f"sqlite:///{database}" if is_tracked else "none"
-    if is_tracked:
-        make_database(database)
+    uri = f"sqlite:///{folder}.db" if is_tracked else "none"
     words = ["digits", f"data.root={digits}", *SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2",
              "train.epochs=2", f"track.uri={uri}"]  # fmt: skip
     return Job(folder, words, nproc=world)
