@@ -175,8 +175,9 @@ class Job:
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
         for word in self.arguments:
-            if word.startswith(uri := "track.uri=sqlite:///"):
-                make_database(Path(word.removeprefix(uri)))  # its sender waits only for seconds
+            path = Path(word.removeprefix("track.uri=sqlite:///"))
+            if word.startswith("track.uri=sqlite:") and not path.exists():
+                make_database(path)  # the sender has only seconds
         command, outputs = self.command(), (self.folder.with_suffix(".out"), self.folder.with_suffix(".err"))
         if self.interpreter or _needs_interpreter(self.env):
             command = [sys.executable, "-m", *command]
