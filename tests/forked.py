@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import faulthandler
 import fcntl
-import functools
 import gc
 import itertools
 import json
@@ -106,10 +105,16 @@ class Forked:
         return Process(int(pid.read_text()), code)
 
 
-@functools.cache
+_MAKING = threading.Lock()
+_SERVERS: list[Forked] = []
+
+
 def server() -> Forked:
     """Return this process's only server; it ends with this process."""
-    return Forked(_ENVIRONMENT)
+    with _MAKING:  # threads may ask for it at once
+        if not _SERVERS:
+            _SERVERS.append(Forked(_ENVIRONMENT))
+        return _SERVERS[0]
 
 
 def make_database(path: Path) -> None:

@@ -189,6 +189,10 @@ class Job:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
+        for word in self.arguments:
+            path = Path(word.removeprefix("track.uri=sqlite:///"))
+            if word.startswith("track.uri=sqlite:") and not path.exists():
+                make_database(path)  # the sender has only seconds
         command, outputs = self.command(), (self.folder.with_suffix(".out"), self.folder.with_suffix(".err"))
         if self.interpreter or _needs_interpreter(self.env):
             command = [sys.executable, "-m", *command]

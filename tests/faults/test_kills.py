@@ -31,13 +31,12 @@ from harness import (
 from faults.ledger import Notes
 
 EVERY = 7
-WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2")
 ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": "A4", "loader worker": "A5",
         "save after SIGTERM": "B4"}  # fmt: skip
 
 
 def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
-    uri = f"sqlite:///{folder.parent}/{folder.name}.db" if is_tracked else "none"
+    uri = f"sqlite:///{folder}.db" if is_tracked else "none"
     words = ["digits", f"data.root={digits}", *SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2",
              "train.epochs=2", f"track.uri={uri}"]  # fmt: skip
     return Job(folder, words, nproc=world)
