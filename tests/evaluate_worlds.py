@@ -35,7 +35,6 @@ def evaluate(root: Path, model: nn.Module, *words: str, group: Group | None = No
 
 
 def evaluate_alone(root: Path, *words: str) -> tuple[Evaluated, dict[str, Any], torch.Tensor]:
-    """Return what one process found, and the logits that it saw."""
     logits: list[torch.Tensor] = []
     model = make_model()
     model.register_forward_hook(lambda _module, _inputs, result: logits.append(result))

@@ -28,7 +28,6 @@ SECTIONS = ["curves", "confusion", "classes", "reliability", "mistakes", "augmen
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """Return a finished run whose classes have hostile names."""
     root = tmp_path_factory.mktemp("page")
     for split in ("train", "val"):
         for digit, name in enumerate(HOSTILE):
@@ -137,6 +136,8 @@ def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once(
     assert evaluations.confusion_matrix(PREDICTIONS, np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
     assert evaluations.most_frequent_confusions(PREDICTIONS, 1) == [(0, 2, 1)]
     assert [numbers.tolist() for numbers in PREDICTIONS.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
+    absent = Predictions(np.array([0, 0, 2], np.int32), np.array([0, 1, 2], np.int32), np.ones(3))
+    assert absent.balanced_accuracy() == 0.75, "of the classes that have images"
 
 
 def draw(predictions: Predictions, classes: list[str]) -> list[bytes]:
