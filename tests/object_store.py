@@ -10,9 +10,7 @@ import os
 import random
 import re
 import secrets
-import select
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,8 +20,11 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from email.message import Message
+from http.client import HTTPConnection, HTTPException
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import boto3
 from botocore.config import Config
@@ -36,7 +37,7 @@ BIN = Path(sys.executable).parent
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different TCP ports that nothing uses at the moment."""
+    """Return different TCP ports that nothing uses."""
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in listeners]
@@ -45,7 +46,7 @@ def free_ports(count: int) -> list[int]:
 class S3Server:
     """A real S3 server that can be killed and restarted on the same port and folder.
 
-    It ends with this process. `env` has what its clients need, and nothing else of AWS.
+    It ends with this process. A subclass has its `command`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,12 +62,8 @@ class S3Server:
             "AWS_EC2_METADATA_DISABLED": "true",
         }  # fmt: skip
 
-    def command(self) -> list[str]:
-        raise NotImplementedError
-
     def start(self) -> "S3Server":
-        data = self.folder / "data"
-        data.mkdir(parents=True, exist_ok=True)
+        (self.folder / "data").mkdir(parents=True, exist_ok=True)
         keys = {"AWS_ACCESS_KEY_ID": self.key, "AWS_SECRET_ACCESS_KEY": self.secret}
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
@@ -77,7 +74,7 @@ class S3Server:
         return self
 
     def client(self) -> Any:
-        """Return a boto3 client of this server, which does not retry."""
+        """Return a client that does not retry."""
         options = Config(connect_timeout=5, read_timeout=20, retries={"total_max_attempts": 1})
         return boto3.client(
             "s3", endpoint_url=self.endpoint, aws_access_key_id=self.key, aws_secret_access_key=self.secret,
@@ -85,7 +82,6 @@ class S3Server:
         )  # fmt: skip
 
     def wait_ready(self) -> "S3Server":
-        """Wait until it stores an object."""
         end = time.monotonic() + 60 * SHARING
         while True:
             try:
@@ -99,15 +95,13 @@ class S3Server:
 
     def make_bucket(self) -> str:
         """Make a bucket that takes objects; return its name."""
-        name = f"test-{secrets.token_hex(6)}"
-        client = self.client()
+        client, name = self.client(), f"test-{secrets.token_hex(6)}"
         client.create_bucket(Bucket=name)
         client.put_object(Bucket=name, Key="ready", Body=b"")
         client.delete_object(Bucket=name, Key="ready")
         return name
 
     def delete_bucket(self, name: str) -> None:
-        """Delete a bucket with all its objects, so that the server has their disk back."""
         bucket = Bucket(self, name)
         for key in bucket.names():
             bucket.delete(key)
@@ -157,8 +151,6 @@ class Rclone(S3Server):
 
 @dataclass
 class Bucket:
-    """A bucket of its own for a test."""
-
     server: S3Server
     name: str
 
@@ -167,9 +159,8 @@ class Bucket:
         return f"s3://{self.name}"
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the keys of all objects, in order."""
-        paginator = self.server.client().get_paginator("list_objects_v2")
-        pages = paginator.paginate(Bucket=self.name, Prefix=prefix)
+        listing = self.server.client().get_paginator("list_objects_v2")
+        pages = listing.paginate(Bucket=self.name, Prefix=prefix)
         return [entry["Key"] for page in pages for entry in page.get("Contents", ())]
 
     def read(self, key: str) -> bytes:
@@ -182,27 +173,20 @@ class Bucket:
         self.server.client().delete_object(Bucket=self.name, Key=key)
 
 
-ERRORS = {
-    "403": ("403 Forbidden", "AccessDenied"),
-    "500": ("500 Internal Server Error", "InternalError"),
-    "503": ("503 Slow Down", "SlowDown"),
-}
-"""Faults that are an answer: status and code, as Amazon S3 gives them."""
+ERRORS = {"403": "AccessDenied", "500": "InternalError", "503": "SlowDown"}
+"""Faults that are an answer: its status and S3's code."""
 FAULTS = (*ERRORS, "truncate", "corrupt", "stall")
 
 
 @dataclass
 class FaultProxy:
-    """An HTTP proxy in front of an S3 server, whose faults can be changed at any time.
+    """An HTTP proxy in front of a server, whose faults can be changed at any time.
 
-    The server sees the Host that the client has signed, so signatures stay valid. A context
-    manager: it listens inside.
+    The server sees the Host that the client has signed. A context manager: it listens inside.
     """
 
-    upstream: str
-    """The server's endpoint: http://host:port."""
-    latency_ms: float = 0
-    """Added to each request that matches `only`."""
+    upstream: str  # http://host:port
+    latency_ms: float = 0  # added to each request that matches `only`
     rates: dict[str, float] = field(default_factory=dict)
     """The fraction of requests with each fault:
 
@@ -213,18 +197,16 @@ class FaultProxy:
     """
     only: str = ""
     """A regular expression; faults hit only requests that it finds as `METHOD /key?query SIZE`."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """The faults that were really injected."""
+    counts: Counter[str] = field(default_factory=Counter)  # of faults that were really injected
     requests: list[str] = field(default_factory=list)
     """All requests as `METHOD /bucket/key?query`, with ` bytes=…` if they asked for a range."""
     authorizations: set[str] = field(default_factory=set)
-    """The headers Authorization of all requests."""
 
     def __enter__(self) -> "FaultProxy":
         self._random, self._lock = random.Random(0), threading.Lock()
-        self._connections: set[socket.socket] = set()
+        self.connections: set[socket.socket] = set()
         (port,) = free_ports(1)  # one that was bound to port 0 would be lost in `die`
-        self._listener = socket.create_server(("127.0.0.1", port))
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), functools.partial(_Handler, self))
         self.endpoint = f"http://127.0.0.1:{port}"
         self.is_dead = True
         self.revive()
@@ -232,163 +214,114 @@ class FaultProxy:
 
     def __exit__(self, *_: object) -> None:
         self.die()
-        self._listener.close()
+        self._server.server_close()
 
     def die(self) -> None:
         """Cut all connections and refuse new ones. The port stays ours."""
         if not self.is_dead:
             self.is_dead = True
+            self._server.shutdown()
             # a forked process may also hold them: to close them is not enough
-            self._listener.shutdown(socket.SHUT_RDWR)
-            self._accepting.join()
-            for connection in list(self._connections):
+            for end in [self._server.socket, *self.connections]:
                 with contextlib.suppress(OSError):  # the client has closed it
-                    connection.shutdown(socket.SHUT_RDWR)
+                    end.shutdown(socket.SHUT_RDWR)
 
     def revive(self) -> None:
         if self.is_dead:
             self.is_dead = False
-            self._listener.listen(512)
-            self._accepting = threading.Thread(target=self._accept, daemon=True)
-            self._accepting.start()
+            self._server.socket.listen(512)
+            threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # `die`
-            while True:
-                connection, _ = self._listener.accept()
-                self._connections.add(connection)
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        """Forward the requests of one connection until one of its ends closes it."""
-        host, port = self.upstream.partition("://")[2].split(":")
-        with (
-            contextlib.suppress(OSError, EOFError, ValueError),
-            client,
-            socket.create_connection((host, int(port))) as server,
-        ):
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            requests, answers = client.makefile("rb"), server.makefile("rb")
-            while self._forward(client, requests, server, answers):
-                pass
-        self._connections.discard(client)
-
-    def _forward(
-        self, client: socket.socket, requests: BinaryIO, server: socket.socket, answers: BinaryIO
-    ) -> bool:
-        """Answer one request; return True if the connection can take another."""
-        ready = select.poll()  # unlike select, for descriptors above 1,023, too
-        for end in (client, server):
-            ready.register(end, select.POLLIN)
-        if server.fileno() in dict(ready.poll()):
-            return False  # the server has closed an idle connection: the client must see that
-        head = _read_head(requests)
-        if not head:
-            return False
-        method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
-        asked = f"{method} {path}"
-        self.requests.append(f"{asked} {_header(head, b'range')}".strip())
-        self.authorizations.add(_header(head, b"authorization"))
-        fault = ""
-        if re.search(self.only, f"{asked} {_header(head, b'content-length')}"):
-            fault = self._draw()
+    def answer(self, request: BaseHTTPRequestHandler) -> bool:
+        """Answer a request; return True if its connection can take another."""
+        method, path, _ = request.requestline.split(" ", 2)
+        headers = request.headers
+        self.requests.append(f"{method} {path} {headers.get('Range', '')}".strip())
+        self.authorizations.add(headers.get("Authorization", ""))
+        size = headers.get("Content-Length", "")
+        fault, sent = "", request.rfile.read(int(size or 0))
+        if re.search(self.only, f"{method} {path} {size}"):
+            rates = self.rates | {"": 1 - sum(self.rates.values())}
+            (fault,) = self._random.choices([*rates], [*rates.values()])
             time.sleep(self.latency_ms / 1000)
-        if _header(head, b"expect"):
-            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-            head = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", head)
-        sent = _read_body(requests, head)
-        if fault in ERRORS:
-            self._count(fault)
-            client.sendall(_error(fault, with_body=method != "HEAD"))
-            return True
-        server.sendall(head + sent)
-        answer = _read_head(answers)
-        if not answer:
-            return False
-        body = b"" if method == "HEAD" else _read_body(answers, answer)
+        head, body = _error(fault) if fault in ERRORS else self._ask(method, path, headers, sent)
+        body = b"" if method == "HEAD" else body
+        if fault == "corrupt" and not body:
+            fault = ""
+        if fault:
+            with self._lock:
+                self.counts[fault] += 1
         half = len(body) // 2
         if fault in ("truncate", "stall"):
-            self._count(fault)
-            client.sendall(answer + body[:half] if body else b"")
+            request.wfile.write(head + body[:half] if body else b"")
             if fault == "stall":
-                client.recv(1)  # until the client or `die` closes it
+                request.connection.recv(1)  # until the client or `die` closes it
             return False
-        if fault == "corrupt" and body:
-            self._count(fault)
+        if fault == "corrupt":
             body = body[:half] + bytes([body[half] ^ 0xFF]) + body[half + 1 :]
-        client.sendall(answer + body)
+        request.wfile.write(head + body)
         return True
 
-    def _draw(self) -> str:
-        """Return the fault of the next request, or ""."""
-        drawn = self._random.random()
-        for fault, rate in self.rates.items():
-            drawn -= rate
-            if drawn < 0:
-                return fault
-        return ""
-
-    def _count(self, fault: str) -> None:
-        with self._lock:
-            self.counts[fault] += 1
-
-
-def _read_head(stream: BinaryIO) -> bytes:
-    """Return the first line and the headers; b"" at the end of the connection."""
-    lines = [stream.readline()]
-    while lines[-1] not in (b"", b"\r\n"):
-        lines.append(stream.readline())
-    return b"".join(lines) if lines[-1] else b""
+    def _ask(self, method: str, path: str, headers: Message, sent: bytes) -> tuple[bytes, bytes]:
+        """Return the server's answer: its head and its body."""
+        with contextlib.closing(HTTPConnection(self.upstream.removeprefix("http://"))) as server:
+            server.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in headers.items():
+                if name.lower() != "expect":  # the client has got its 100
+                    server.putheader(name, value)
+            server.endheaders(sent)
+            answer = server.getresponse()
+            body = answer.read()
+        if answer.headers.get("Transfer-Encoding"):
+            del answer.headers["Transfer-Encoding"]
+            answer.headers["Content-Length"] = str(len(body))
+        lines = [f"HTTP/1.1 {answer.status} {answer.reason}"]
+        lines += [f"{name}: {value}" for name, value in answer.headers.items()]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1"), body
 
 
-def _header(head: bytes, name: bytes) -> str:
-    """Return the value of a header, or ""."""
-    found = re.search(rb"(?i)\r\n" + name + rb":[ \t]*([^\r]*)", head)
-    return found[1].decode() if found else ""
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def __init__(self, proxy: FaultProxy, *arguments: Any) -> None:
+        self.proxy = proxy
+        super().__init__(*arguments)
+
+    def handle(self) -> None:
+        self.proxy.connections.add(self.connection)
+        with contextlib.suppress(OSError, HTTPException):  # an end has closed it
+            super().handle()
+        self.proxy.connections.discard(self.connection)
+
+    def do_GET(self) -> None:
+        self.close_connection = not self.proxy.answer(self)
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
-def _read_body(stream: BinaryIO, head: bytes) -> bytes:
-    """Return the body that follows `head`, as it is sent."""
-    if _header(head, b"transfer-encoding").lower() != "chunked":
-        return _read(stream, int(_header(head, b"content-length") or 0))
-    body, size = b"", -1
-    while size:
-        line = stream.readline()
-        size = int(line.split(b";")[0], 16)
-        body += line + _read(stream, size + 2)
-    return body
-
-
-def _read(stream: BinaryIO, size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data
-
-
-def _error(fault: str, *, with_body: bool) -> bytes:
-    """Return an answer that is an error of S3."""
-    status, code = ERRORS[fault]
-    body = f"<Error><Code>{code}</Code><Message>{status}</Message></Error>" if with_body else ""
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
-    return (head + body).encode()
+def _error(fault: str) -> tuple[bytes, bytes]:
+    """Return the head and the body of an error of S3."""
+    code = ERRORS[fault]
+    body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>"
+    head = f"HTTP/1.1 {fault} {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode(), body.encode()
 
 
 def _serve(latency_ms: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove the folder, as at Ctrl-C
-    folder = Path(tempfile.mkdtemp(prefix="object-store-"))
-    server = Weed(folder).start()
-    try:
+    with tempfile.TemporaryDirectory(prefix="object-store-") as folder, contextlib.ExitStack() as stack:
+        server = Weed(Path(folder)).start()
+        stack.callback(server.kill)
         bucket = server.wait_ready().make_bucket()
-        with FaultProxy(server.endpoint, latency_ms=latency_ms) as proxy:
-            env = server.env | {"AWS_ENDPOINT_URL": proxy.endpoint, "BUCKET": bucket}
-            lines = (f"export {name}={shlex.quote(value)}" for name, value in env.items())
-            print(*lines, sep="\n", flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.pause()
-    finally:
-        server.kill()
-        shutil.rmtree(folder)
+        proxy = stack.enter_context(FaultProxy(server.endpoint, latency_ms=latency_ms))
+        env = server.env | {"AWS_ENDPOINT_URL": proxy.endpoint, "BUCKET": bucket}
+        print(*(f"export {name}={shlex.quote(value)}" for name, value in env.items()), sep="\n", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
 
 
 if __name__ == "__main__":

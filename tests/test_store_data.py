@@ -2,21 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, bench, read_rows, refused
+from harness import SMALL, Job, read_rows, refused
 from object_store import FAULTS, Bucket, FaultProxy
 from server import foreign_server
 from streams import prepare, stream
-from test_pack import encoded, photo
 
 from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.sources import open_source
@@ -25,8 +24,8 @@ from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader
 from pipeline.data.interface import Images, OutageError, UnreadableError
 
-FEW_FAULTS = {fault: 0.05 / len(FAULTS) for fault in FAULTS}
 READS = r"GET .*\.tar"
+PACK = ("data.source=pack", "data.workers=0")
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +35,23 @@ def packed(tmp_path_factory: pytest.TempPathFactory, digits: Path, jpegtran: str
     return root
 
 
-@pytest.fixture
-def place(bucket: Bucket, packed: Path) -> str:
-    """Return the place of a copy of the pack in a bucket."""
-    return upload(bucket, packed)
-
-
 def upload(bucket: Bucket, root: Path) -> str:
     for path in root.iterdir():
         bucket.write(f"digits/{path.name}", path.read_bytes())
     return f"{bucket.place}/digits"
 
 
+@pytest.fixture
+def place(bucket: Bucket, packed: Path) -> str:
+    return upload(bucket, packed)
+
+
 def images(place: str | Path, *overrides: str) -> Images:
     return open_source(prepare(Path(), 1, "data.source=pack", *overrides, f"data.root={place}")[0]).train
 
 
-def read_all(found: Images, samples: list[int] | range | None = None) -> list[bytes]:
-    samples = range(len(found)) if samples is None else samples
+def read_all(found: Images, count: int = 0) -> list[bytes]:
+    samples = range(count or len(found))
     found.expect(samples)
     return [read(found, i) for i in samples]
 
@@ -70,26 +68,15 @@ def ranged_reads(proxy: FaultProxy) -> int:
     return sum("bytes=" in request for request in proxy.requests)
 
 
-# --- the same batches
-
-
-@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0)])
-def test_the_batches_are_those_of_the_local_pack(place: str, packed: Path, world: int, workers: int) -> None:
-    words = ("data.source=pack", f"data.workers={workers}", "augment.repeats=2")
-    expected, _ = stream(packed, range(27, 33), "data.source=pack", "augment.repeats=2", "data.workers=0")
-    assert stream(place, range(27, 33), *words, world=world) == (expected, set())  # type: ignore[arg-type]
+def job(folder: Path, root: str | Path, *more: str, nproc: int = 1) -> Job:
+    words = ["digits", *PACK, f"data.root={root}", *SMALL, "train.max_steps=12",
+             "checkpoint.every=3 steps", "evaluate.every=1000 steps", "track.every=1 steps"]  # fmt: skip
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Job:
     return job(tmp_path_factory.mktemp("local") / "run", packed).finished()
-
-
-def job(folder: Path, root: str | Path, *more: str, nproc: int = 1) -> Job:
-    words = ["digits", "data.source=pack", f"data.root={root}", *SMALL, "data.workers=0",
-             "train.max_steps=12", "checkpoint.every=3 steps", "evaluate.every=1000 steps",
-             "track.every=1 steps"]  # fmt: skip
-    return Job(folder, [*words, *more], nproc=nproc)
 
 
 @pytest.mark.full
@@ -103,7 +90,8 @@ def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
     world: int, workers: int, seed: int,
 ) -> None:  # fmt: skip
     fault_proxy._random.seed(seed)
-    fault_proxy.rates, fault_proxy.only, fault_proxy.latency_ms = FEW_FAULTS, READS, 30
+    fault_proxy.rates = dict.fromkeys(FAULTS, 0.05 / len(FAULTS))
+    fault_proxy.only, fault_proxy.latency_ms = READS, 30
     run = job(tmp_path / "run", place, f"data.workers={workers}", nproc=world)
     result = run.run()
     assert result.code == 0, result.err
@@ -120,28 +108,17 @@ def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
 
 
 @pytest.mark.full
-@pytest.mark.fault("K1", ci=1, long=5)
-def test_a_run_waits_for_a_bucket_that_is_dead_for_a_while(
-    tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
-) -> None:
-    run = job(tmp_path / "run", place, "data.workers=2").start()
-    run.wait_for_step(1 + seed % 5)
-    fault_proxy.die()
-    run.wait_until(lambda: "waiting for it" in run.log(), "warning about the bucket")
-    time.sleep(5)
-    fault_proxy.revive()
-    result = run.wait()
-    assert (result.code, result.out) == (0, uninterrupted.output()), result.err
-    assert run.trace() == uninterrupted.trace()
-
-
-@pytest.mark.full
-@pytest.mark.fault("K1", ci=1, long=5)
-def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
+@pytest.mark.fault("K1", ci=2, long=10)
+def test_a_run_waits_for_a_bucket_that_is_dead_and_one_that_stays_dead_ends_it(
     tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
 ) -> None:
     run = job(tmp_path / "run", place, "run.timeout=16").start()
-    run.wait_for_step(4 + seed % 5)
+    run.wait_for_step(1 + seed % 3)
+    fault_proxy.die()
+    run.wait_until(lambda: "waiting for it" in run.log(), "warning about the bucket")
+    time.sleep(1)
+    fault_proxy.revive()
+    run.wait_for_step(5 + seed % 4)
     fault_proxy.die()
     result = run.wait()
     assert result.code == 75
@@ -151,14 +128,11 @@ def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
     assert run.trace() == uninterrupted.trace()
 
 
-# --- failing reads
-
-
 def test_every_failed_read_is_repeated_and_counted(place: str, packed: Path, fault_proxy: FaultProxy) -> None:
     found = images(place)
     ranges.pop_failures()  # of another test
     fault_proxy.rates, fault_proxy.only = dict.fromkeys(FAULTS, 0.02), READS
-    assert read_all(found, range(400)) == read_all(images(packed), range(400))
+    assert read_all(found, 400) == read_all(images(packed), 400)
     assert set(fault_proxy.counts) == set(FAULTS)
     assert ranges.pop_failures() == [fault_proxy.counts.total()]
     assert ranges.pop_failures() == [0]
@@ -167,7 +141,7 @@ def test_every_failed_read_is_repeated_and_counted(place: str, packed: Path, fau
 def test_256_reads_are_in_flight_and_other_expectations_drop_them(
     place: str, packed: Path, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, local = images(place), read_all(images(packed), range(512))
+    found, local = images(place), read_all(images(packed), 512)
     fault_proxy.latency_ms, fault_proxy.only = 300, READS
     asked = ranged_reads(fault_proxy)
     found.expect(range(1000))
@@ -190,37 +164,21 @@ def test_256_reads_are_in_flight_and_other_expectations_drop_them(
 def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the_local_pack(
     tmp_path: Path, bucket: Bucket, packed: Path
 ) -> None:
-    root = tmp_path / "damaged"
-    root.mkdir()
-    for path in packed.iterdir():
-        (root / path.name).write_bytes(path.read_bytes())
+    root = shutil.copytree(packed, tmp_path / "damaged")
     offset = int(pack.open_index(packed).train.places[3 * 5 + 1])
-    with open(root / "train-0000.tar", "r+b") as file:
-        file.seek(offset + 3)
-        file.write(b"\xff\xff")
+    overwrite(root / "train-0000.tar", offset + 3)
     place = upload(bucket, root)
     with pytest.raises(UnreadableError, match=f"train-0000.tar has changed at byte {offset:,}"):
         images(place).read(5)
-    words = ("data.source=pack", "data.workers=0")
-    local = stream(root, range(0, 30), *words)
+    local = stream(root, range(0, 30), *PACK)
     assert len(local[1]) == 1
-    assert stream(place, range(0, 30), *words) == local  # type: ignore[arg-type]
+    assert stream(place, range(0, 30), *PACK, world=2) == local
 
 
-def measure_epochs(place: str) -> list[int]:
-    """Return the resident memory of this process after each of 8 epochs, in KiB."""
-    found, sizes = images(place), []
-    for _ in range(8):
-        read_all(found)
-        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10)
-    return sizes
-
-
-@pytest.mark.full
-def test_memory_stays_flat_over_epochs(place: str) -> None:
-    with get_context("spawn").Pool(1) as pool:
-        sizes = pool.apply(measure_epochs, (place,))
-    assert sizes[-1] - sizes[1] < 4096, sizes
+def overwrite(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff\xff")
 
 
 def test_credentials_that_are_away_for_a_moment_are_an_outage(
@@ -228,70 +186,56 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
 ) -> None:
     """Each loader worker asks their source, such as a machine's role, for them."""
     names = {"AccessKeyId": "AWS_ACCESS_KEY_ID", "SecretAccessKey": "AWS_SECRET_ACCESS_KEY"}
-    answer = json.dumps({"Version": 1} | {key: os.environ[name] for key, name in names.items()})
+    source, away, config = tmp_path / "answer", tmp_path / "away", tmp_path / "config"
+    source.write_text(json.dumps({"Version": 1} | {key: os.environ[name] for key, name in names.items()}))
     for name in names.values():
         monkeypatch.delenv(name)
-    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/answer\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    (tmp_path / "answer").write_text(answer)
+    config.write_text(f"[default]\ncredential_process = cat {source}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
     found = images(place)
-    (tmp_path / "answer").unlink()
+    source.rename(away)
     with pytest.raises(OutageError, match="the store is out of reach"):
         found.read(0)
-    (tmp_path / "answer").write_text(answer)
+    away.rename(source)
     assert read(found, 0) == images(packed).read(0)
+
+
+def trickle(_: str) -> Iterator[bytes]:
+    while True:
+        time.sleep(0.2)
+        yield b"x"
 
 
 def test_a_part_that_is_not_what_was_asked_is_never_used(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Range("large", 0, 1000, zlib.crc32(bytes(1000)))
-    answers = {
-        (206, b"x" * 1000): "has changed at byte 0", (206, bytes(10)): "10 of 1,000 bytes",
-        (200, bytes(1000)): "status 200, not 206", (301, bytes(1000)): "status 301",
-    }  # fmt: skip
+    monkeypatch.setattr(ranges, "_SLOW_S", 1)
+    ranges.pop_failures()  # of another test
     with foreign_server(206, lambda _: [bytes(1000)]) as (target, seen):
-        for (status, data), says in answers.items():
-            place = f"{target}/bucket/large"
-            with foreign_server(status, lambda _, data=data: [data], Location=place) as (uri, _):
+        for status, answer, says in (
+            (206, lambda _: [b"x" * 1000], "has changed at byte 0"),
+            (206, lambda _: [bytes(10)], "10 of 1,000 bytes"),
+            (206, trickle, "the connection has stalled"),
+            (200, lambda _: [bytes(1000)], "status 200, not 206"),
+            (301, lambda _: [bytes(1000)], "status 301"),
+        ):
+            with foreign_server(status, answer, Location=f"{target}/bucket/large") as (uri, _):
                 monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
                 with pytest.raises((OutageError, UnreadableError), match=says):
                     RangeReader(bucket.place, lambda _: asked).take(0)
+            assert ranges.pop_failures() == [4], says
     assert seen == [], "no redirect is followed"
-
-
-def trickle() -> Iterator[bytes]:
-    while True:
-        time.sleep(0.2)
-        yield b"x"
-
-
-def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_SLOW_S", 1)
-    with foreign_server(206, lambda _: trickle()) as (uri, _):
-        monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
-        ranges.pop_failures()  # of another test
-        with pytest.raises(OutageError, match="the connection has stalled"):
-            RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0)).take(0)
-    assert ranges.pop_failures() == [4]
-
-
-# --- the cache
-
-
-def keep(place: str, cache: Path, gib: float = 1) -> Images:
-    return images(place, f"data.cache={cache}", f"data.cache_gib={gib}")
 
 
 def test_processes_and_starts_share_the_cache(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
-    words = ("data.source=pack", "data.workers=2", f"data.cache={tmp_path / 'cache'}")
-    # all but 45 images of an epoch
-    expected, _ = stream(packed, range(29), "data.source=pack", "data.workers=0")
-    assert stream(place, range(29), *words, world=2)[0] == expected  # type: ignore[arg-type]
+    expected, _ = stream(packed, range(27, 33), *PACK, "augment.repeats=2")
+    cached = ("data.source=pack", "augment.repeats=2", f"data.cache={tmp_path / 'cache'}")
+    assert stream(place, range(27, 33), *cached, "data.workers=0", world=2)[0] == expected
     asked = ranged_reads(fault_proxy)
-    assert stream(place, range(29), *words, world=1)[0] == expected  # type: ignore[arg-type]
+    assert stream(place, range(27, 33), *cached, "data.workers=2")[0] == expected
     assert ranged_reads(fault_proxy) - asked == 1, "the one that finds out whether the store honours ranges"
 
 
@@ -299,27 +243,26 @@ def test_the_cache_keeps_its_limit_and_reads_again_what_has_changed(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
     limit = 100 << 10
-    found = keep(place, tmp_path / "cache", limit / 2**30)
-    local = read_all(images(packed))
-    assert read_all(found) == local
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert 0.9 * limit < (folder / "train.images").stat().st_blocks * 512 <= limit + 8192
-    asked = ranged_reads(fault_proxy)
-    assert read_all(found) == local
-    sizes = pack.open_index(packed).train.sizes
+    words = (f"data.cache={tmp_path / 'cache'}", f"data.cache_gib={limit / 2**30}")
+    local, sizes = read_all(images(packed)), pack.open_index(packed).train.sizes
     kept = int((sizes.cumsum() <= limit).sum())
-    assert 500 < kept == len(found) - (ranged_reads(fault_proxy) - asked)
+    assert kept > 500
 
-    with open(folder / "train.images", "r+b") as file:
-        file.seek(int(sizes[:5].sum()) + 3)
-        file.write(b"\xff\xff")
-    again = keep(place, tmp_path / "cache", limit / 2**30)
-    for more in (1, 0):
+    def reads(found: Images) -> int:
+        """Return how many images of an epoch are asked of the bucket; all are those of the pack."""
         asked = ranged_reads(fault_proxy)
-        assert read_all(again) == local
-        assert ranged_reads(fault_proxy) - asked == len(found) - kept + more
-    os.truncate(folder / "train.images", 1000)
-    assert read_all(again) == local
+        assert read_all(found) == local
+        return ranged_reads(fault_proxy) - asked
+
+    found = images(place, *words)
+    assert [reads(found), reads(found)] == [len(local), len(local) - kept]
+    (file,) = (tmp_path / "cache").glob("*/train.images")
+    assert 0.9 * limit < file.stat().st_blocks * 512 <= limit + 8192
+    overwrite(file, int(sizes[:5].sum()) + 3)
+    found = images(place, *words)
+    assert [reads(found), reads(found)] == [len(local) - kept + 1, len(local) - kept]
+    os.truncate(file, 1000)
+    reads(found)
 
 
 def test_a_cache_on_a_full_disk_is_reported_once_and_done_without(
@@ -327,15 +270,11 @@ def test_a_cache_on_a_full_disk_is_reported_once_and_done_without(
 ) -> None:
     subprocess.run(["mount", "-o", "remount,size=128k", str(small_disk)], check=True)
     local = read_all(images(packed))
-    found = keep(place, small_disk / "cache")
+    found = images(place, f"data.cache={small_disk / 'cache'}", "data.cache_gib=1")
     capfd.readouterr()
-    for _ in range(2):
-        assert read_all(found) == local
+    assert [read_all(found), read_all(found)] == [local, local]
     (reported,) = [line for line in capfd.readouterr().err.splitlines() if "data.cache" in line]
-    assert "cannot be written (No space left on device)" in reported
-
-
-# --- stores and requests that are refused
+    assert "No space left on device" in reported
 
 
 def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str) -> None:
@@ -346,31 +285,15 @@ def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str
     bucket.delete("digits/train-0000.tar")
     assert "train-0000.tar is missing" in refused(lambda: images(place))
     index = bucket.read("digits/pack.index")
-    for other in (index[:-1] + bytes([index[-1] ^ 1]), b"torn"):
-        bucket.write("digits/pack.index", other)
-        assert "pack.index cannot be read" in refused(lambda: images(place))
+    bucket.write("digits/pack.index", index[:-1] + bytes([index[-1] ^ 1]))
+    assert "pack.index cannot be read" in refused(lambda: images(place))
 
 
-def test_other_data_imports_none_of_it(digits: Path) -> None:
+def test_other_data_imports_no_client_of_stores(digits: Path) -> None:
     code = (
         "import sys, pipeline.train.session; from pipeline.config.load import load\n"
         "from pipeline.addons.datasets.sources import open_source\n"
         f"open_source(load('digits', ['data.root={digits}'])).train.read(0)\n"
-        "names = ('boto3', 'botocore', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
-        "print([name for name in names if name in sys.modules])"
+        "print({'boto3', 'botocore', 'pipeline.addons.store.ranges'} & {*sys.modules})"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
-
-
-@pytest.mark.full
-def test_bench_store_compares_both_epochs_and_leaves_nothing_behind(tmp_path: Path, bucket: Bucket) -> None:
-    (tmp_path / "photos/a").mkdir(parents=True)
-    for number in range(4):
-        (tmp_path / f"photos/a/{number}.jpg").write_bytes(encoded(photo(120, 160, number), quality=90))
-    words = ("--images", str(tmp_path / "photos"), "--rounds", "1", "--steps", "1", "--json")
-    result = bench("store", f"{bucket.place}/scratch", *words)
-    assert result.code == 0, result.err
-    rows = {row["name"]: row["images_per_s"] for row in json.loads(result.out)["rows"]}
-    assert rows.keys() == {"local pack", "bucket, no cache", "bucket, epoch 1"}
-    assert all(rows.values())
-    assert not bucket.names()
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
