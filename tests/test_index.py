@@ -1,13 +1,11 @@
 """The index of a large data set: made once, then memory-mapped, and flat in a worker's memory."""
 
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, pipeline
 
 from pipeline.addons.datasets import manifest
 from pipeline.addons.datasets.holdout import HoldOut
@@ -23,18 +21,12 @@ from pathlib import Path
 from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.sources import FolderImages
 
-def private_kib():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
-
 images = FolderImages(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r")).train)
-memory = []
 for epoch in range(4):
-    order = np.random.default_rng(epoch).permutation(len(images))
-    for i in order[: int(sys.argv[2])].tolist():
+    for i in np.random.default_rng(epoch).permutation(len(images)).tolist():
         images.name(i), int(images.labels[i])
-    memory.append(private_kib())
-print(*memory)
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    print(sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty")))
 """
 
 
@@ -46,11 +38,9 @@ def entries(count: int) -> list[tuple[bytes, int, int]]:
 @pytest.mark.parametrize("count", [50_000, pytest.param(IMAGENET, marks=pytest.mark.long)])
 def test_the_memory_of_a_worker_does_not_grow(tmp_path: Path, count: int) -> None:
     path = tmp_path / "index"
-    split = Split.from_entries(entries(count))
-    path.write_bytes(Index(split, Split.from_entries(entries(1000)), ("a", "b")).to_bytes())
-    done = subprocess.run(
-        [sys.executable, "-c", EPOCHS, str(path), str(count)], capture_output=True, text=True, check=True
-    )
+    splits = (Split.from_entries(entries(size)) for size in (count, 1000))
+    path.write_bytes(Index(*splits, ("a", "b")).to_bytes())
+    done = subprocess.run([sys.executable, "-c", EPOCHS, path], capture_output=True, text=True, check=True)
     _, first, *later = map(int, done.stdout.split())  # from the second epoch on, two permutations exist
     assert max(later) < 1.02 * first + 1024, "KiB: 2 %, and the allocations of Python itself"
 
@@ -59,28 +49,16 @@ def test_the_memory_of_a_worker_does_not_grow(tmp_path: Path, count: int) -> Non
 def test_a_start_from_the_cache_takes_less_than_a_second(
     tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = tmp_path / "images"
-    classes = min(1000, count // 50)
+    root, classes = tmp_path / "images", min(1000, count // 50)
     for split, images in (("train", count), ("val", 50 * classes)):
-        for label in range(classes):
-            (root / split / f"n{label:08d}").mkdir(parents=True)
+        folders = [root / split / f"n{label:08d}" for label in range(classes)]
+        for folder in folders:
+            folder.mkdir(parents=True)
         for i in range(images):
-            os.close(os.open(root / split / f"n{i % classes:08d}" / f"{i}.JPEG", os.O_CREAT | os.O_WRONLY))
+            (folders[i % classes] / f"{i}.JPEG").touch()
     built = open_index(root, HoldOut(), tmp_path, check_sizes=False)
     assert len(built.train) == count
     monkeypatch.setattr(manifest, "scan", None)  # a call would fail
     start = time.process_time()
     assert open_index(root, HoldOut(), tmp_path, check_sizes=False).digest == built.digest
     assert time.process_time() - start < 1, "s of CPU time"
-
-
-def test_the_garbage_collector_never_scans_imported_objects(tmp_path: Path, digits: Path) -> None:
-    # frozen objects are neither scanned while training nor copied page by page into loader workers
-    expression = "gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr"
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import atexit, gc, sys\natexit.register(lambda: print({expression}))\n"
-    )
-    words = (f"data.root={digits}", "data.workers=0", "train.max_steps=1", f"run.dir={tmp_path / 'run'}")
-    result = pipeline("train", "digits", *SMALL, *words, PYTHONPATH=str(tmp_path))
-    assert result.code == 0, result.err
-    assert result.err.splitlines()[-1] == "True True"
