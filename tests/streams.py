@@ -36,16 +36,13 @@ from pipeline.world import World
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one optimizer step, over all ranks and accumulation passes."""
+    """One optimizer step's samples, over all ranks and passes; `trace` is as in trace.jsonl."""
 
     ids: tuple[int, ...]
     labels: tuple[int, ...]
     pixels: str
-    """Digest of all pixels."""
     trace: str
-    """Digest of the samples' digests, as in trace.jsonl."""
     mix: str
-    """Digest of the mixing parameters (MixUp and CutMix)."""
 
 
 def prepare(root: Path, world: int, *overrides: str) -> tuple[Config, Plan, Source]:
@@ -72,22 +69,22 @@ def stream(
 ) -> tuple[list[GlobalBatch], set[tuple[int, str]]]:
     """Return the global batches of `steps` and all image defects that any rank found."""
     config, plan, source = prepare(root, world, *overrides)
-    positions = range(steps.start * plan.accumulate, steps.stop * plan.accumulate)
+    count = plan.accumulate
+    positions = range(steps.start * count, steps.stop * count)
     ranks = []
     for rank in range(world):
         data = TrainBatches(source.train, config, plan, rank)
         if config.data.resident == "on":
             resident = load_images(data, config, torch.device("cpu"), print, lambda: False)
             assert resident
-            made = resident.augment(batches(resident.draws, positions, plan, pin=False))
+            ranks.append(list(resident.augment(batches(resident.draws, positions, plan, pin=False))))
         else:
-            made = batches(data, positions, plan, pin=False)
-        ranks.append(list(made))
-    global_batches = []
-    for step in range(len(steps)):
-        passes = slice(step * plan.accumulate, (step + 1) * plan.accumulate)
-        global_batches.append(joined([batch for rank in ranks for batch in rank[passes]]))
-    return global_batches, {defect for rank in ranks for batch in rank for defect in batch.defects}
+            ranks.append(list(batches(data, positions, plan, pin=False)))
+    made = [
+        joined([batch for rank in ranks for batch in rank[first : first + count]])
+        for first in range(0, len(positions), count)
+    ]
+    return made, {defect for rank in ranks for batch in rank for defect in batch.defects}
 
 
 def joined(passes: list[Batch]) -> GlobalBatch:

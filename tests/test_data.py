@@ -12,7 +12,6 @@ import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,20 +51,19 @@ def small_png(shade: int = 0) -> bytes:
 def fill(root: Path, *names: str | bytes) -> Path:
     """Write a small image under each name and return `root`; images of one class look alike."""
     for name in names:
-        path = os.path.join(os.fsencode(root), os.fsencode(name))
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(small_png(sum(os.fsencode(name)) % 256))
+        path = root / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(small_png(sum(os.fsencode(name)) % 256))
     return root
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return an image folder of two classes, five training and two validation images."""
-    return fill(
-        tmp_path / "images", "train/cat/1.png", "train/cat/2.PNG", "train/cat/more/3.jpeg", "train/dog/1.png",
-        "train/dog/2.png", "val/cat/1.png", "val/dog/1.png",
-    )  # fmt: skip
+    train = [
+        f"train/{name}" for name in ("cat/1.png", "cat/2.PNG", "cat/more/3.jpeg", "dog/1.png", "dog/2.png")
+    ]
+    return fill(tmp_path / "images", *train, "val/cat/1.png", "val/dog/1.png")
 
 
 def names(split: Split) -> list[bytes]:
@@ -86,7 +84,6 @@ def write_sums(root: Path) -> None:
 
 
 def test_an_index_has_each_image_once_in_name_order_and_round_trips_through_its_bytes(folder: Path) -> None:
-    (folder / "train/cat/notes.txt").write_text("no image")
     write_sums(folder)
     index = scan(folder, HoldOut())
     assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg",
@@ -94,56 +91,46 @@ def test_an_index_has_each_image_once_in_name_order_and_round_trips_through_its_
     assert names(index.val) == [b"val/cat/1.png", b"val/dog/1.png"]
     assert (index.train.labels.tolist(), index.val.labels.tolist()) == ([0, 0, 0, 1, 1], [0, 1])
     assert index.classes == ("cat", "dog")
-    assert index.train.sizes.tolist() == [
-        (folder / name.decode()).stat().st_size for name in names(index.train)
-    ]
+    assert list(index.train.sizes) == [(folder / name.decode()).stat().st_size for name in names(index.train)]
     restored = Index.from_bytes(index.to_bytes())
     assert (restored.to_bytes(), restored.digest) == (index.to_bytes(), index.digest)
-    for damaged in (b"", b"nonsense", index.to_bytes()[:-9], index.to_bytes()[:40]):
-        with pytest.raises(ValueError, match=r"."):
-            Index.from_bytes(damaged)
 
 
 def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -> None:
-    def differences(change: Callable[[], object]) -> list[str]:
+    dog = folder / "val/dog/1.png"
+    size = dog.stat().st_size
+    steps: list[tuple[Callable[[], object], list[str]]] = [
+        (lambda: fill(folder, "train/dog/3.png"), ["train/dog/3.png is new"]),
+        ((folder / "train/cat/1.png").unlink, ["train/cat/1.png is gone"]),
+        (lambda: dog.write_bytes(b"four"), [f"val/dog/1.png had {size} bytes and has 4"]),
+        (lambda: fill(folder, "train/eel/1.png", "val/eel/1.png"),
+         ["class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"]),
+        (lambda: write_sums(folder), ["SHA256SUMS is new"]),
+        # of the same size: only the checksum differs
+        (lambda: (dog.write_bytes(b"five"), write_sums(folder)),
+         ["val/dog/1.png has another sum in SHA256SUMS"]),
+    ]  # fmt: skip
+    for change, said in steps:
         before = scan(folder, HoldOut())
+        assert before.digest == scan(folder, HoldOut()).digest
         change()
         after = scan(folder, HoldOut())
-        assert before.digest != after.digest
-        return list(changes(before, after))
-
-    assert differences(lambda: fill(folder, "train/dog/3.png")) == ["train/dog/3.png is new"]
-    assert differences((folder / "train/cat/1.png").unlink) == ["train/cat/1.png is gone"]
-    size = (folder / "val/dog/1.png").stat().st_size
-    assert differences(lambda: (folder / "val/dog/1.png").write_bytes(b"four")) == [
-        f"val/dog/1.png had {size} bytes and has 4"
-    ]
-    assert differences(lambda: fill(folder, "train/eel/1.png", "val/eel/1.png")) == [
-        "class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"
-    ]  # fmt: skip
-    assert differences(lambda: write_sums(folder)) == ["SHA256SUMS is new"]
-    (folder / "val/dog/1.png").write_bytes(b"five")  # of the same size: only the checksum differs
-    assert differences(lambda: write_sums(folder)) == ["val/dog/1.png has another sum in SHA256SUMS"]
-    assert scan(folder, HoldOut()).digest == scan(folder, HoldOut()).digest
+        assert (before.digest != after.digest, list(changes(before, after))) == (True, said)
 
 
+@pytest.mark.parametrize("split", [HoldOut(), HoldOut(0.5)])
 def test_the_cache_is_used_until_a_folder_changes(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, split: HoldOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scans: list[Path] = []
     monkeypatch.setattr(manifest, "scan", lambda root, rule: scans.append(root) or scan(root, rule))
-    class_folders = shutil.copytree(folder / "train", tmp_path / "classes")
-    for root, split, new in (
-        (folder, HoldOut(), "train/cat/new.png"),
-        (class_folders, HoldOut(0.5), "eel/1.png"),
-    ):
-        scans.clear()
-        before = {open_index(root, split, tmp_path / "spare", check_sizes=False).digest for _ in range(3)}
-        assert (len(scans), len(before)) == (1, 1)
-        fill(root, new, new.replace("1", "2"))
-        after = open_index(root, split, tmp_path / "spare", check_sizes=False)
-        assert (len(scans), after.digest) == (2, scan(root, split).digest)
-        assert after.digest not in before
+    root = folder if split == HoldOut() else folder / "train"
+    before = {open_index(root, split, tmp_path / "spare", check_sizes=False).digest for _ in range(3)}
+    assert (len(scans), len(before)) == (1, 1)
+    fill(folder, "train/eel/1.png", "train/eel/2.png", "val/eel/1.png")
+    after = open_index(root, split, tmp_path / "spare", check_sizes=False)
+    assert (len(scans), after.digest) == (2, scan(root, split).digest)
+    assert after.digest not in before
     assert after.classes == ("cat", "dog", "eel")
     assert not (tmp_path / "spare").exists()
 
@@ -169,15 +156,15 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / manifest.CACHE).write_text("not even root can make a folder here")
-    for _ in range(2):
-        assert len(open_index(folder, HoldOut(), tmp_path / "run/index", check_sizes=False).train) == 5
-    assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
-    assert capsys.readouterr().err == ""
     (tmp_path / "file").write_text("x")
-    for _ in range(2):
-        assert len(open_index(folder, HoldOut(), tmp_path / "file/index", check_sizes=False).train) == 5
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: Not a directory" in line
+    for place in ("run", "run", "file", "file"):
+        assert len(open_index(folder, HoldOut(), tmp_path / place / "index", check_sizes=False).train) == 5
+        said = capsys.readouterr().err
+        assert said.count("\n") == (place == "file")
+        assert (
+            place == "run" or f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: " in said
+        )
+    assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
 
 
 # --- layouts
@@ -185,14 +172,9 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
 
 def test_the_share_of_each_class_is_held_out(tmp_path: Path) -> None:
     counts = {"one": 1, "two": 2, "three": 3, "seven": 7, "twenty": 20, "hundred": 100}
-    root = fill(
-        tmp_path / "images", *(f"{kind}/{i}.png" for kind, count in counts.items() for i in range(count))
-    )
-    for share, expected in (
-        (0.1, [0, 0, 1, 1, 2, 10]),
-        (0.3, [0, 1, 1, 2, 6, 30]),
-        (0.9, [0, 1, 2, 6, 18, 90]),
-    ):
+    root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind in counts for i in range(counts[kind])))
+    shares = {0: [0] * 6, 0.1: [0, 0, 1, 1, 2, 10], 0.3: [0, 1, 1, 2, 6, 30], 0.9: [0, 1, 2, 6, 18, 90]}
+    for share, expected in shares.items():
         index = scan(root, HoldOut(share))
         held_out = dict(zip(index.classes, np.bincount(index.val.labels, minlength=6).tolist(), strict=True))
         assert list(map(held_out.get, counts)) == expected
@@ -201,32 +183,33 @@ def test_the_share_of_each_class_is_held_out(tmp_path: Path) -> None:
     assert before <= set(names(scan(root, HoldOut(0.9)).val))
     moved = shutil.copytree(root, tmp_path / "moved")
     assert set(names(scan(moved, HoldOut(0.3)).val)) == before
-    assert len(scan(root, HoldOut(0)).val) == 0
 
 
-def test_a_file_of_a_split_by_file_moves_no_other(tmp_path: Path) -> None:
+def test_a_file_of_a_split_by_file_moves_no_other_and_every_class_has_one_to_train(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(200)))
-    before = scan(root, HoldOut(0.2, "file"))
+    rule = HoldOut(0.2, "file")
+    before = scan(root, rule)
     # as version 0.2 chose them
     assert hashlib.sha256(b" ".join(names(before.val))).hexdigest()[:16] == "385c8be9c869d0ee"
     fill(root, *(f"{kind}/new-{i}.png" for kind in ("cat", "dog", "eel") for i in range(40)))
-    after = scan(root, HoldOut(0.2, "file"))
+    after = scan(root, rule)
     assert set(names(before.val)) < set(names(after.val))
     assert set(names(before.train)) < set(names(after.train))
+    fill(root, *(f"class {i:02}/0.png" for i in range(40)))
+    held_out = [f"class {i:02}" for i in range(40) if rule.chosen([(b"class %02d/0.png" % i, i)])]
+    assert f"no image to train of class {', '.join(held_out[:5])}" in refused(lambda: scan(root, rule))
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [("rm -r {}/val", "data.root={} has train/ but no val/"),
-     ("rm -r {}/train", "data.root={} has val/ but no train/"),
-     ("rm -r {}/train {}/val", "data.root={} holds no folders"),
+    [("rm -r {}/train {}/val", "data.root={} holds no folders"),
      ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ of data.root={} holds no folders"),
      ("rm -r {}/*/dog", "data.root={} holds one class folder, cat/"),
      ("ln -s loop {}/train/dog/loop", "data.root={} cannot be read: "),
      ("echo abc > {}/SHA256SUMS", "SHA256SUMS line 1 is not a sum and a file name")],
 )  # fmt: skip
 def test_a_wrong_layout_is_one_line(folder: Path, change: str, says: str) -> None:
-    """See also the table of test_wrong_requests."""
+    """See also the tables of test_wrong_requests and test_scan."""
     subprocess.run(change.replace("{}", str(folder)), shell=True, check=True)
     line = refused(lambda: open_index(folder, HoldOut(), folder.parent / "spare", check_sizes=False))
     assert says.replace("{}", str(folder)) in line
@@ -240,38 +223,20 @@ def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_p
     for source, place in (("folder", root), ("pack", tmp_path / "0")):
         result = quick("train", "digits", *SMALL, f"data.source={source}", f"data.root={place}")
         assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
-    fill(root, "class 07/2.png", "class 07/3.png")
-    assert scan(root, HoldOut(0.1)).size.val_images == 1
-
-
-def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> None:
-    root = fill(tmp_path / "images", *(f"class {i:02}/0.png" for i in range(40)))
-    by_file = HoldOut(0.1, "file")
-    held_out = [f"class {i:02}" for i in range(40) if by_file.chosen([(b"class %02d/0.png" % i, i)])]
-    assert len(held_out) > 1
-    assert f"no image to train of class {', '.join(held_out[:5])}" in refused(lambda: scan(root, by_file))
 
 
 # --- generated data sets
 
 
-def test_the_digits_and_the_synthetic_source_follow_their_settings(digits: Path) -> None:
-    source = open_source(load("digits", [f"data.root={digits}"]))
-    assert (source.size, source.classes) == (DataSize(1437, 360, 10), tuple("0123456789"))
-    assert source.digest == "1f2e3d4762166333" + source.digest[16:]
-    assert decode(source.train.read(0)).shape == (3, 8, 8)
+def test_the_synthetic_source_follows_its_settings() -> None:
     words = ["data.source=synthetic", "data.num_images=30", "data.num_classes=4", "augment.size=32"]
-    source = open_source(load("digits", words))
-    assert source.size == DataSize(30, 8, 4)
-    assert source.digest == open_source(load("digits", words)).digest
-    first, again, other, held_out = (
-        decode(images.read(i))
-        for images, i in ((source.train, 5), (source.train, 5), (source.train, 9), (source.val, 5))
-    )
+    source, again = (open_source(load("digits", words)) for _ in range(2))
+    assert (source.size, source.digest) == (DataSize(30, 8, 4), again.digest)
+    first = decode(source.train.read(5))
     assert (first.shape, first.dtype) == ((3, 36, 36), torch.uint8)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)  # of the same class
-    assert not torch.equal(first, held_out)
+    assert torch.equal(first, decode(again.train.read(5)))
+    for other in (source.train.read(9), source.val.read(5)):  # of the same class
+        assert not torch.equal(first, decode(other))
 
 
 def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> None:
@@ -289,37 +254,30 @@ def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> Non
 
 @pytest.mark.fault("E2")
 def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
-    odd = (b"train/a/1.png", b"train/a/two words.png", b"train/a/back\\slash.png", b"train/a/\xff.png",
-           b"train/b/line\nbreak.png")  # fmt: skip
-    root = fill(tmp_path / "images", *odd, "val/a/1.png", "val/b/1.png")
+    odd = [os.fsdecode(b"train/a/\xff.png"), "train/a/back\\slash.png", "train/b/line\nbreak.png"]
+    root = fill(tmp_path / "images", *odd, "train/a/two words.png", "val/a/1.png", "val/b/1.png")
     written = quick("data", "check", str(root), "--write-sums")
     assert written.code == 0, written.err
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", checksums.SUMS], cwd=root, check=True)
     assert quick("data", "check", str(root)).code == 0
 
-    content = bytearray((root / "train/a/two words.png").read_bytes())
-    content[-1] ^= 1  # in the checksum of the chunk IEND, which no decoder checks
-    (root / "train/a/two words.png").write_bytes(content)
+    changed = root / "train/a/two words.png"
+    content = changed.read_bytes()
+    changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # in IEND's checksum: no decoder looks
     (root / "val/a/1.png").rename(root / "val/a/2.png")
-    result = quick("data", "check", str(root))
-    assert result.code == 4
-    assert sorted(result.err.splitlines()[1:-1]) == [
-        "train/a/two words.png: has changed: its content is not that of SHA256SUMS",
-        "val/a/1.png: has a sum in SHA256SUMS, but is not an image of this folder",
-        "val/a/2.png: has no sum in SHA256SUMS",
-    ]
-
-
-def test_sums_name_no_file_that_is_not_an_image_of_the_folder(folder: Path) -> None:
-    """Only their names are reported: whether a sum matches would tell what other files hold."""
-    assert quick("data", "check", str(folder), "--write-sums").code == 0
-    os.mkfifo(folder / "pipe.png")
-    outside = ["../outside.png", str(folder.parent / "outside.png"), "pipe.png"]
-    with open(folder / checksums.SUMS, "a") as file:
+    # only their names are reported: whether a sum matches would tell what other files hold
+    os.mkfifo(root / "pipe.png")
+    outside = ["../outside.png", f"{tmp_path}/outside.png", "pipe.png"]
+    with open(root / checksums.SUMS, "a") as file:
         file.writelines(f"{'0' * 64}  {name}\n" for name in [*outside, "/dev/zero", "notes.txt"])
-    result = quick("data", "check", str(folder), timeout=60)
-    reason = "has a sum in SHA256SUMS, but is not an image of this folder"
-    assert result.err.splitlines()[1:-1] == [f"{name}: {reason}" for name in outside]
+    result = quick("data", "check", str(root), timeout=60)
+    assert result.code == 4
+    assert sorted(result.err.splitlines()[1:-1]) == sorted([
+        "train/a/two words.png: has changed: its content is not that of SHA256SUMS",
+        "val/a/2.png: has no sum in SHA256SUMS",
+        *(f"{name}: has a sum in SHA256SUMS, but is not an image of this folder"
+          for name in [*outside, "val/a/1.png"]),
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -396,14 +354,18 @@ def png(height: int, width: int, bits: int, colour: int, rows: bytes) -> bytes:
 
 
 @pytest.mark.fault("E7")
-def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
+def test_neither_a_bomb_is_decoded_nor_a_long_image_resized_as_a_whole() -> None:
     bomb = png(21_000, 21_000, 1, 0, bytes(21_000 * (1 + 21_000 // 8)))
     assert len(bomb) < 100_000
+    long = torch.zeros((3, 1, 10_000), dtype=torch.uint8)
+    long[..., 5_000] = 200
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UnreadableError, match="21000 × 21000 pixels"):
         decode(bomb)
+    seen = center_crop(long, 224, 256)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 64 * 1024, "KiB; the decoded image has 1.3 GB"
+    assert (seen.shape, seen.dtype, bool(seen.max() > 100)) == ((3, 224, 224), torch.uint8, True)
+    assert grown < 64 * 1024, "KiB; as a whole they have 1.3 and 2 GB"
 
 
 @pytest.mark.fault("E1")
@@ -424,44 +386,29 @@ def test_a_file_that_is_no_image_is_a_named_defect(data: bytes, reason: str) -> 
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
-    (folder / "train/cat/dangling.png").symlink_to("nowhere")
-    (folder / "train/cat/grew.png").write_bytes(small_png())
-    (folder / "train/cat/large.png").touch()
-    os.truncate(folder / "train/cat/large.png", 1 << 40)
-    index = scan(folder, HoldOut())
-    images = source_from_index(folder, index).train
-    (folder / "train/cat/grew.png").write_bytes(small_png() + b"x")
-    ids = {name.rpartition(b"/")[2]: i for i, name in enumerate(names(index.train))}
-    reasons = {
-        b"dangling.png": "No such file or directory",
-        b"grew.png": "changed since it was indexed, when it had ",
-        b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed",
-    }
-    for name, reason in reasons.items():
+    cats = folder / "train/cat"
+    (cats / "0.png").symlink_to("nowhere")
+    (cats / "1.png").touch()
+    os.truncate(cats / "1.png", 1 << 40)
+    images = source_from_index(folder, scan(folder, HoldOut())).train
+    (cats / "2.PNG").write_bytes(small_png() + b"x")
+    for number, reason in enumerate((
+        "No such file or directory", "1,099,511,627,776 bytes, more than the 268,435,456 allowed",
+        "changed since it was indexed, when it had ",
+    )):  # fmt: skip
         with pytest.raises(UnreadableError, match=f"^{reason}"):
-            images.read(ids[name])
+            images.read(number)
 
 
-@pytest.mark.parametrize(
-    "remove",
-    [lambda root: root.rename(root.with_name("away")),
-     lambda root: [path.unlink() for path in (root / "train/cat").glob("*.png")],
-     lambda root: (root.parent / "store").rename(root.with_name("away")),
-     # can be opened, but reading at 0 fails
-     lambda root: [(root.parent / "store/2.png").unlink(),
-                   (root.parent / "store/2.png").symlink_to("/proc/self/mem")]],
-    ids=["root gone", "an empty folder, as of a volume that is not mounted",
-         "where links lead is gone", "EIO"],
-)  # fmt: skip
-def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callable[[Path], object]) -> None:
-    store = fill(tmp_path / "store", "2.png")
-    root = fill(tmp_path / "images", "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dog/1.png")
-    (root / "train/cat/1.png").unlink()
-    (root / "train/cat/1.png").symlink_to(store / "2.png")
-    images = source_from_index(root, scan(root, HoldOut())).train
-    assert images.read(0)
-    remove(root)
-    with pytest.raises(OutageError, match=r"No such file or directory|/train/cat/1.png: Input/output error"):
+def test_missing_data_is_an_outage_and_no_defect(folder: Path) -> None:
+    images, cats = source_from_index(folder, scan(folder, HoldOut())).train, folder / "train/cat"
+    (cats / "1.png").unlink()
+    (cats / "1.png").symlink_to("/proc/self/mem")  # can be opened, but reading at 0 fails
+    with pytest.raises(OutageError, match=r"/train/cat/1.png: Input/output error"):
+        images.read(0)
+    shutil.rmtree(cats)
+    cats.mkdir()  # as of a volume that is not mounted
+    with pytest.raises(OutageError, match="No such file or directory"):
         images.read(0)
 
 
@@ -476,37 +423,35 @@ def test_links_whose_targets_come_back_are_indexed_again(folder: Path, tmp_path:
     assert open_index(folder, HoldOut(), tmp_path / "spare", check_sizes=False).train.sizes[0] > 0
 
 
-LINKED = ["train/cat/1.png", "train/cat", "train/cat/more", "train"]
-
-
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize("state", ["missing", "empty"])
-@pytest.mark.parametrize("name", LINKED)
-def test_links_to_a_place_that_is_away_are_an_outage_when_images_are_indexed(
+@pytest.mark.parametrize("name", ["train/cat/1.png", "train/cat", "train/cat/more", "train"])
+def test_links_to_a_place_that_is_away_are_an_outage(
     folder: Path, tmp_path: Path, name: str, state: str
 ) -> None:
     before, store = scan(folder, HoldOut()), tmp_path / "store"
     store.mkdir()
     (folder / name).rename(store / "moved")
     (folder / name).symlink_to(store / "moved")
-    assert scan(folder, HoldOut()).digest == before.digest
+    index = scan(folder, HoldOut())
+    assert index.digest == before.digest
+    images = source_from_index(folder, index).train
     store.rename(tmp_path / "away")
     if state == "empty":
         store.mkdir()
     with pytest.raises(OutageError, match=f"the data is out of reach .*{name}: No such file"):
         scan(folder, HoldOut())
+    with pytest.raises(OutageError, match="No such file"):
+        images.read(2 if name.endswith("more") else 0)
 
 
 @pytest.mark.usefixtures("jpegtran")
 @pytest.mark.fault("J3")
-@pytest.mark.parametrize("kind", ["folder", "pack"])
-def test_loaders_wait_for_missing_data_and_return_the_same_batches(
-    tmp_path: Path, partly_bad: Path, capfd: pytest.CaptureFixture[str], kind: str
+def test_loaders_wait_for_a_missing_pack_and_return_the_same_batches(
+    tmp_path: Path, partly_bad: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if kind == "pack":
-        make_pack(partly_bad, tmp_path / "pack", "lossless", 0.1)
-    root = tmp_path / {"folder": "images", "pack": "pack"}[kind]
-    words = (f"data.source={kind}", "data.workers=2")
+    root, words = tmp_path / "pack", ("data.source=pack", "data.workers=2")
+    make_pack(partly_bad, root, "lossless", 0.1)
     expected = stream(root, range(4), *words)
     config, plan, source = prepare(root, 1, *words)
     root.rename(tmp_path / "away")
@@ -518,17 +463,6 @@ def test_loaders_wait_for_missing_data_and_return_the_same_batches(
     assert found == expected
     assert all(batch.outage is None for batch in loaded)
     assert 1 <= capfd.readouterr().err.count("waiting for it, 150 s at most") <= 2, "each worker"
-
-
-def test_an_extreme_aspect_ratio_is_cropped_at_its_center() -> None:
-    pixels = torch.zeros((3, 1, 10_000), dtype=torch.uint8)
-    pixels[..., 5_000] = 200
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seen = center_crop(pixels, 224, 256)
-    assert (seen.shape, seen.dtype) == ((3, 224, 224), torch.uint8)
-    assert seen.max() > 100
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 256 * 1024, "KiB; the resized image has 2 GB"
 
 
 # --- bad images in a run
@@ -558,9 +492,7 @@ def test_bad_images_are_replaced_identically_at_any_number_of_ranks_and_workers(
         assert stream(partly_bad, range(3), *words, world=world) == (expected, defects)
     rows = [pair for batch in expected for pair in zip(batch.ids, batch.labels, strict=True)]
     assert all(label == sample // 40 for sample, label in rows if sample not in bad)
-    assert any(label != sample // 40 for sample, label in rows if sample in bad), (
-        "a replacement has its own label"
-    )
+    assert any(label != sample // 40 for sample, label in rows if sample in bad), "a replacement's own label"
 
 
 def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
@@ -589,28 +521,6 @@ def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Pat
     assert "8 of 80 training images cannot be decoded" in above.error
 
 
-def jpegs() -> dict[str, bytes]:
-    """Return JPEGs of all kinds, whole and damaged."""
-    image = photo(97, 131)
-    wide = simplejpeg.encode_jpeg(np.asarray(photo(128, 160)), colorsubsampling="411")
-    kinds: dict[str, dict[str, Any]] = {
-        "4:2:0": {"subsampling": 2, "comment": b"a comment"}, "restarts": {"restart_marker_blocks": 3},
-        "progressive": {"progressive": True}, "RGB": {"keep_rgb": True},
-    }  # fmt: skip
-    whole = {kind: encoded(image, "JPEG", **options) for kind, options in kinds.items()}
-    whole |= {mode: encoded(image.convert(mode), "JPEG") for mode in ("CMYK", "L")}
-    # the factors of luma, in the frame's header
-    whole["4:4:1"] = wide.replace(b"\x01\x41\x00", b"\x01\x14\x00", 1)
-    made = dict(whole)
-    for kind, data in whole.items():
-        made[f"{kind}, cut"] = data[: len(data) // 2]
-        made[f"{kind}, without an end"] = data[:-2]
-        made[f"{kind}, surplus"] = data[:-2] + b"surplus" + data[-2:]
-        made[f"{kind}, more behind"] = data + b"\xff\xda behind"
-    made["4:2:0, a marker is damaged"] = whole["4:2:0"].replace(b"\xff\xfe", b"\xff\xff", 1)
-    return made
-
-
 def outcomes(data: bytes) -> list[bytes | None]:
     """Return the pixels of some crops, or None for a bad image."""
     found: list[bytes | None] = []
@@ -625,7 +535,24 @@ def outcomes(data: bytes) -> list[bytes | None]:
 def test_simplejpeg_and_pillow_decode_the_same_and_print_nothing(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for kind, data in jpegs().items():
+    image = photo(97, 131)
+    wide = simplejpeg.encode_jpeg(np.asarray(photo(128, 160)), colorsubsampling="411")
+    whole = {
+        "4:2:0": encoded(image, subsampling=2, comment=b"a comment"),
+        "4:4:1": wide.replace(b"\x01\x41\x00", b"\x01\x14\x00", 1),  # luma's factors, in the frame's header
+        "restarts": encoded(image, restart_marker_blocks=3),
+        "progressive": encoded(image, progressive=True),
+        "RGB": encoded(image, keep_rgb=True),
+        "CMYK": encoded(image.convert("CMYK")),
+        "grey": encoded(image.convert("L")),
+    }
+    made = whole | {"a marker is damaged": whole["4:2:0"].replace(b"\xff\xfe", b"\xff\xff", 1)}
+    for kind, data in whole.items():
+        made[f"{kind}, cut"] = data[: len(data) // 2]
+        made[f"{kind}, without an end"] = data[:-2]
+        made[f"{kind}, surplus"] = data[:-2] + b"surplus" + data[-2:]
+        made[f"{kind}, more behind"] = data + b"\xff\xda behind"
+    for kind, data in made.items():
         found = outcomes(data)
         with monkeypatch.context() as patch:
             patch.setattr(images, "simplejpeg", None)
