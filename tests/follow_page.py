@@ -92,31 +92,25 @@ def follow(page: Path, folder: Path) -> int:
     (folder / "page.sh").write_text("\n".join(script) + "\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {
-        name: text for name, text in os.environ.items() if name not in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI")
-    }
+    environment = dict(os.environ)
+    for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
+        environment.pop(name, None)
     environment |= {"BROWSER": "true", "PORT": str(port)}  # for `make ui`, where no window opens
     environment |= {"PYTHONPATH": str(clone)}  # the clone's code runs in the linked environment
     environment |= {"OMP_WAIT_POLICY": "passive"}  # on busy cores, threads would spin for most of their time
+    command = ["bash", folder / "page.sh"]
     try:
-        return subprocess.run(
-            ["bash", folder / "page.sh"], cwd=clone, env=environment, check=False
-        ).returncode
+        return subprocess.run(command, cwd=clone, env=environment, check=False).returncode
     finally:
         for file in folder.glob("server-*.pid"):  # each in a session of its own
             with suppress(ProcessLookupError):
                 os.killpg(int(file.read_text()), signal.SIGTERM)
 
 
-def main() -> int:
+if __name__ == "__main__":
     for page in map(Path, sys.argv[1:]):
         with tempfile.TemporaryDirectory(prefix="follow-") as folder:
             code = follow(page.resolve(), Path(folder))
         print(f"\n{page}: {f'stopped with exit code {code}' if code else 'every command ran'}", flush=True)
         if code:
-            return code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            sys.exit(code)

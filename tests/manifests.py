@@ -15,32 +15,33 @@ import kubernetes_validate
 KUBERNETES = ("1.36", "1.37")
 Document = dict[str, Any]
 
-_UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_MIB = {"Mi": 1, "Gi": 2**10, "Ti": 2**20}
 
 
 def problems(documents: list[Document]) -> list[str]:
     """Return the rules that a set of manifests breaks, one line for each."""
-    found = [line for document in documents for line in schema_problems(document)]
-    if found:
+    if found := [line for document in documents for line in schema_problems(json.dumps(document))]:
         return found
     rules = (_nodes, _pods, _server, _storage, _network, _restricted)
     return [line for rule in rules for is_kept, line in rule(documents) if not is_kept]
 
 
-def schema_problems(document: Document) -> tuple[str, ...]:
-    """Return what the schemas of Kubernetes say against a document."""
-    return _schema_problems(json.dumps(document))
+def problems_alone(document: Document) -> list[str]:
+    """Return the rules that a single manifest breaks."""
+    broken = [line for is_kept, line in _restricted_pod(document) if not is_kept]
+    return [*schema_problems(json.dumps(document)), *broken]
 
 
 @functools.cache  # the library reads its schemas anew for each document
-def _schema_problems(text: str) -> tuple[str, ...]:
+def schema_problems(text: str) -> list[str]:
+    """Return what the schemas of Kubernetes say against a document."""
     document, found = json.loads(text), []
     for version in KUBERNETES:
         try:
             kubernetes_validate.validate(document, version, strict=True)
         except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
             found.append(f"{document.get('kind')}: {version}: {str(error).splitlines()[0]}")
-    return tuple(found)
+    return found
 
 
 def one(documents: list[Document], kind: str, name: str) -> Document:
@@ -79,12 +80,6 @@ def secrets_of(container: Document) -> set[str]:
     return {source["secretRef"]["name"] for source in sources if "secretRef" in source}
 
 
-def bytes_of(quantity: str) -> int:
-    match = re.fullmatch(r"(\d+)([MGT]i)", quantity)
-    assert match, quantity
-    return int(match[1]) * _UNITS[match[2]]
-
-
 # Each yields (is kept, rule).
 Rules = Iterator[tuple[bool, str]]
 
@@ -92,8 +87,11 @@ Rules = Iterator[tuple[bool, str]]
 def _nodes(documents: list[Document]) -> Rules:
     job, config = one(documents, "Job", "trainer"), settings(documents)
     spec, pod = job["spec"], pod_of(job)
-    namespaces = {d["metadata"].get("namespace") for d in documents if d["kind"] != "Namespace"}
-    yield namespaces == {one_of_kind(documents, "Namespace")["metadata"]["name"]}, "all is in one namespace"
+    (namespace,) = (d["metadata"] for d in documents if d["kind"] == "Namespace")
+    names = {d["metadata"].get("namespace") for d in documents if d["kind"] != "Namespace"}
+    yield names == {namespace["name"]}, "all is in one namespace"
+    enforced = namespace["labels"].get("pod-security.kubernetes.io/enforce")
+    yield enforced == "restricted", "Pod Security restricted"
     nodes = config.get("PET_NNODES", "1").rpartition(":")[2]
     count = str(spec.get("completions")), str(spec.get("parallelism"))
     yield count == (nodes, nodes), "the Job has as many pods as the rendezvous has nodes"
@@ -103,22 +101,13 @@ def _nodes(documents: list[Document]) -> Rules:
     yield spec["successPolicy"]["rules"] == [{"succeededIndexes": "0"}], "pod 0 completes the Job"
     yield spec["podReplacementPolicy"] == "Failed", "an index has one pod at a time"
     fail, *_, ignore = spec["podFailurePolicy"]["rules"]
-    codes = fail["onExitCodes"]
-    permanent = (fail["action"], codes["containerName"], codes["values"]) == (
-        "FailJob",
-        "preflight",
-        [2, 3, 4],
-    )
+    codes = fail["onExitCodes"]["containerName"], fail["onExitCodes"]["values"]
+    permanent = (fail["action"], *codes) == ("FailJob", "preflight", [2, 3, 4])
     yield permanent, "a permanent error fails the Job at once"
     evicted = [{"type": "DisruptionTarget", "status": "True"}]
     yield (ignore["action"], ignore["onPodConditions"]) == ("Ignore", evicted), "an eviction does not count"
     shutdown = int(config["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     yield 60 <= shutdown < pod["terminationGracePeriodSeconds"], "a step and a save < torchrun < the pod"
-
-
-def one_of_kind(documents: list[Document], kind: str) -> Document:
-    (found,) = [document for document in documents if document["kind"] == kind]
-    return found
 
 
 def _pods(documents: list[Document]) -> Rules:
@@ -129,7 +118,8 @@ def _pods(documents: list[Document]) -> Rules:
     yield request_of(preflight) == request_of(trainer), "preflight and trainer have the same request"
     limits = trainer["resources"]["limits"]
     (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
-    yield 2 * bytes_of(shm.get("sizeLimit", "1Ti")) <= bytes_of(limits["memory"]), "/dev/shm leaves memory"
+    shared, memory = (int(size[:-2]) * _MIB[size[-2:]] for size in (shm["sizeLimit"], limits["memory"]))
+    yield 2 * shared <= memory, "/dev/shm leaves memory"
     (cache,) = (mount["name"] for mount in trainer["volumeMounts"] if mount["mountPath"] == "/cache")
     (volume,) = (volume for volume in pod["volumes"] if volume["name"] == cache)
     yield "sizeLimit" in volume.get("emptyDir", {}), "compiled code is on the disk of the pod"
@@ -151,10 +141,11 @@ def _server(documents: list[Document]) -> Rules:
     yield flag == "--allowed-hosts" and host in allowed.split(","), "MLflow allows the name they call"
     has_password = more == ["--app-name", "basic-auth"]
     yield has_password or not more, "a server has basic authentication or none"
-    yield has_password == ("mlflow-auth" in secrets_of(server)), "its password is in a Secret"
+    in_secret = "mlflow-auth" in secrets_of(server) and "env" not in server
+    yield has_password == in_secret, "its password is in a Secret that the user makes"
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        probe = str(server[kind])
-        yield not has_password or "Authorization" in probe, "a probe makes a call that a trainer makes"
+        as_trainer = "Authorization" in str(server[kind])
+        yield as_trainer or not has_password, "a probe makes a call that a trainer makes"
 
 
 def _storage(documents: list[Document]) -> Rules:
@@ -172,9 +163,7 @@ def _storage(documents: list[Document]) -> Rules:
     if "runs" in mounted:
         yield not outside and "store-credentials" not in secrets_of(trainer), "volumes need no object store"
         return
-    mirrors = [
-        word for word in request_of(trainer) if re.fullmatch(r"checkpoint.mirror=s3://.*\$\(RUN_DIR\)", word)
-    ]
+    mirrors = re.findall(r"checkpoint.mirror=s3://\S*\$\(RUN_DIR\)", " ".join(request_of(trainer)))
     yield len(mirrors) == 1, "a run on the disk of its pod is mirrored, each to a place of its own"
     yield all(claim["spec"]["accessModes"] == ["ReadWriteOnce"] for claim in claims), "nothing is shared"
     yield "store-credentials" in secrets_of(trainer), "the pods have the store's credentials"
@@ -202,15 +191,14 @@ def _network(documents: list[Document]) -> Rules:
 
 
 def _restricted(documents: list[Document]) -> Rules:
-    """Pod Security `restricted`, and read-only root file systems."""
-    labels = one_of_kind(documents, "Namespace")["metadata"]["labels"]
-    yield labels.get("pod-security.kubernetes.io/enforce") == "restricted", "Pod Security restricted"
     for document in documents:
-        if document["kind"] in ("Job", "Deployment"):
-            yield from _restricted_pod(document)
+        yield from _restricted_pod(document)
 
 
 def _restricted_pod(document: Document) -> Rules:
+    """Pod Security `restricted`, and read-only root file systems."""
+    if document["kind"] not in ("Job", "Deployment"):
+        return
     pod = pod_of(document)
     context = pod.get("securityContext", {})
     yield not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")), "no namespace of the host"
@@ -231,9 +219,3 @@ def _restricted_pod(document: Document) -> Rules:
         resources = container.get("resources", {})
         yield "memory" in resources.get("limits", {}), f"{name}: limits"
         yield "cpu" in resources.get("requests", {}), f"{name}: requests"
-
-
-def problems_alone(document: Document) -> list[str]:
-    """Return the rules that a single manifest breaks."""
-    pods = _restricted_pod(document) if document["kind"] in ("Job", "Deployment") else ()
-    return [*schema_problems(document), *(line for is_kept, line in pods if not is_kept)]

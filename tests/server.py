@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 import mlflow
-from harness import SMALL, Job, environment, free_port, make_database, read_rows
+from harness import SMALL, Job, Result, environment, free_port, make_database, quick, read_rows
 from mlflow.entities import LoggedModel, Run
 
 
@@ -22,6 +22,11 @@ def tracked_job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: s
     small = [word for word in SMALL if not word.startswith("track.uri")]
     words = ["digits", f"data.root={digits}", *small, "data.workers=0", *more]
     return Job(folder, words, nproc=nproc, env=env)
+
+
+def sync(job: Job, **env: str) -> Result:
+    """Send a run to MLflow."""
+    return quick("sync", str(job.folder), **env)
 
 
 class Server:

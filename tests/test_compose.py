@@ -23,7 +23,6 @@ FILES = sorted(ROOT.glob("docker-compose*.yml"))
 BIN = Path(sys.executable).parent
 EXAMPLES = dict(re.findall(r"^#(\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
 """The lines of .env.example that a reader uncomments."""
-SECRET_KEY = "MLFLOW_FLASK_SERVER_SECRET_KEY"
 
 
 class Loader(yaml.SafeLoader):
@@ -37,20 +36,18 @@ def service(name: str, file: str = "docker-compose.yml") -> dict[str, Any]:
     return yaml.load((ROOT / file).read_text(), Loader)["services"][name]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_compose_files_follow_the_specification(path: Path, tmp_path: Path) -> None:
-    plain = tmp_path / path.name  # check-jsonschema does not know the tag
-    plain.write_text(re.sub(r"\n *\w+: !reset null", "", path.read_text()))
-    command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", plain]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+def check(*command: str | Path) -> None:
+    """Run a linter, which must find nothing."""
+    found = subprocess.run([BIN / command[0], *command[1:]], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
-def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
-    hadolint = shutil.which("hadolint", path=BIN)
-    assert hadolint, "make setup installs it"
-    checked = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout
+def test_the_compose_files_and_the_dockerfile_follow_their_specifications(tmp_path: Path) -> None:
+    for path in FILES:
+        plain = tmp_path / path.name  # check-jsonschema does not know the tag
+        plain.write_text(re.sub(r"\n *\w+: !reset null", "", path.read_text()))
+    check("check-jsonschema", "--builtin-schema", "vendor.compose-spec", *tmp_path.iterdir())
+    check("hadolint", ROOT / "Dockerfile")
 
 
 @pytest.mark.parametrize(
@@ -66,17 +63,13 @@ def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
         str(found[limit]).rpartition(":-")[2].rstrip("}") for limit in ("mem_limit", "pids_limit")
     )
     assert int(processes) > 0
-    assert (memory == "0") == (name == "trainer"), "SECURITY.md says so"
+    assert (memory == "0") == (name == "trainer")
+    said = " ".join((ROOT / "SECURITY.md").read_text().split())
+    assert "trainer has none until `.env` sets `TRAINER_MEMORY`" in said
     assert all("size=" in place for place in found["tmpfs"])
     assert found["security_opt"] == ["no-new-privileges:true"]
     assert "docker.sock" not in str(found)
     assert all(str(port).startswith("127.0.0.1:") for port in found.get("ports", []))
-
-
-def test_the_documentation_names_the_limit_that_compose_does_not_set() -> None:
-    assert EXAMPLES["TRAINER_MEMORY"] == "0"
-    said = " ".join((ROOT / "SECURITY.md").read_text().split())
-    assert "trainer has none until `.env` sets `TRAINER_MEMORY`" in said
 
 
 def test_the_trainer_has_the_environment_of_a_single_node() -> None:
@@ -96,11 +89,6 @@ def test_compiled_code_lies_on_the_node_and_not_beside_the_runs() -> None:
     assert "cache:/cache" in service("trainer")["volumes"]
 
 
-def test_every_variable_is_in_the_example_env_file() -> None:
-    used = {name for path in FILES for name in re.findall(r"\$\{(\w+)", path.read_text())}
-    assert used <= EXAMPLES.keys()
-
-
 def compose_config(folder: Path, variables: dict[str, str]) -> str:
     """Return the configuration that Compose resolves with `variables` in .env."""
     (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
@@ -113,11 +101,14 @@ def compose_config(folder: Path, variables: dict[str, str]) -> str:
 
 
 def test_each_line_of_the_example_env_file_can_be_uncommented(tmp_path: Path) -> None:
+    used = {name for path in FILES for name in re.findall(r"\$\{(\w+)", path.read_text())}
+    assert used <= EXAMPLES.keys(), "every variable is there"
+    assert not re.search(r"# |\$\(", "".join(EXAMPLES.values())), "a comment, or a command"
     if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], check=False).returncode:
         pytest.skip("needs Docker's command with Compose v2")
     with_values = compose_config(tmp_path, EXAMPLES)
-    assert set(re.findall(r"# |\$\(", "".join(EXAMPLES.values()))) == set(), "a comment, or a command"
-    required = {name: "x" for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", SECRET_KEY)}
+    names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_FLASK_SERVER_SECRET_KEY")
+    required = dict.fromkeys(names, "x")
     defaults = yaml.safe_load(compose_config(tmp_path, required))
     for name, value in EXAMPLES.items():
         changed = compose_config(tmp_path, required | {name: value})
@@ -130,9 +121,8 @@ def test_versions_and_base_images_agree_in_all_files() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert f"ARG VERSION={pipeline.__version__}\n" in dockerfile
     texts = "".join(path.read_text() for path in (*FILES, ROOT / ".env.example"))
-    assert set(re.findall(r"nvidia/cuda:[\w.-]+", texts)) == set(
-        re.findall(r"nvidia/cuda:[\w.-]+", dockerfile)
-    )
+    bases, others = (set(re.findall(r"nvidia/cuda:[\w.-]+", text)) for text in (dockerfile, texts))
+    assert bases == others
 
 
 def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
@@ -152,9 +142,7 @@ def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
 
 def test_the_trainer_of_the_store_keeps_nothing_and_has_the_key_of_the_store() -> None:
     trainer, store = (service(name, "docker-compose.s3.yml") for name in ("trainer", "store"))
-    assert trainer["volumes"] == [{"type": "volume", "target": "/runs"}], (
-        "no name, so no other container finds it"
-    )
+    assert trainer["volumes"] == [{"type": "volume", "target": "/runs"}], "without a name nobody finds it"
     keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     assert [trainer["environment"][key] for key in keys] == [store["environment"][key] for key in keys]
     assert trainer["command"] == service("trainer")["command"].replace(
@@ -192,22 +180,18 @@ def test_the_store_opens_only_its_s3_port_to_other_containers(tmp_path: Path) ->
         client, name, contents = store.client(), store.make_bucket(), os.urandom(20 << 20)
         client.put_object(Bucket=name, Key="large", Body=contents)
         assert client.get_object(Bucket=name, Key="large")["Body"].read() == contents
-        opened = listening(_members(store.process.pid))
+        members = []
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+            with suppress(ProcessLookupError):  # it has ended
+                if os.getsid(pid) == store.process.pid:
+                    members.append(pid)
+        opened = listening(members)
         assert len(opened) > 5
         assert {port for address, port in opened if address != "127.0.0.1"} == {store.port}
         store.process.terminate()
         assert store.process.wait(30) == 0
     finally:
         store.kill()
-
-
-def _members(session: int) -> list[int]:
-    found = []
-    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-        with suppress(ProcessLookupError):  # it has ended
-            if os.getsid(pid) == session:
-                found.append(pid)
-    return found
 
 
 def test_the_overlays_can_be_combined() -> None:

@@ -16,12 +16,12 @@ from urllib.request import urlopen
 import boto3
 import mlflow
 import pytest
-from harness import Job, Result, environment, quick, read_rows, wait_until
+from harness import Job, environment, quick, read_rows, wait_until
 from mlflow.entities import Run
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 from object_store import Bucket, FaultProxy
 from place import SMALL, Place
-from server import Server, tracked_job
+from server import Server, sync, tracked_job
 
 from pipeline.addons.mlflow import TRAINING_DONE
 from pipeline.addons.mlflow.connection import root_cause
@@ -32,7 +32,6 @@ from pipeline.config.load import load
 from pipeline.errors import RequestError
 
 MLFLOW_2 = Path(__file__).parent.parent / "build/mlflow-2.22/bin/python"
-UPLOADS = "^PUT /api/2.0/mlflow-artifacts/"
 PARTS = {"description", "inputs", "files", "figures", "model"}
 """The parts that `parts_at` looks for."""
 
@@ -58,19 +57,6 @@ def change_rows(job: Job, change: Callable[[dict[str, Any]], dict[str, Any] | No
     (job.folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row))
 
 
-def follow(job: Job, uri: str, log: Path) -> "subprocess.Popen[bytes]":
-    """Start the sender beside a training, as rank 0 does."""
-    with open(log, "wb") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", "pipeline", "sync", str(job.folder), "--follow"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=errors, env=environment(PIPELINE_TRACK_URI=uri),
-        )  # fmt: skip
-
-
-def sync(job: Job, uri: str, **env: str) -> Result:
-    return quick("sync", str(job.folder), MLFLOW_TRACKING_URI=uri, **env)
-
-
 def forget_end(job: Job) -> None:
     """Make the run one that was killed: it has no model, whose export takes seconds."""
     change_rows(job, lambda row: row if row.get("event") != "ended" else None)
@@ -78,22 +64,21 @@ def forget_end(job: Job) -> None:
 
 def parts_at(server: Server, run: Run) -> set[str]:
     """Return which of PARTS the server has of a run."""
-    files, images = _artifacts(server, run), _artifacts(server, run, "images")
+
+    def files(folder: str = "") -> set[str]:
+        # MLflow 3's client would ask MLflow 2 for models, too
+        query = urlencode({"run_id": run.info.run_id, "path": folder})
+        with urlopen(f"{server.uri}/api/2.0/mlflow/artifacts/list?{query}", timeout=60) as answer:
+            return {file["path"] for file in json.load(answer).get("files", [])}
+
     found = {
         "description": "mlflow.note.content" in run.data.tags,
         "inputs": run.inputs.dataset_inputs,
-        "files": {"config.yaml", "plan.json", "journal.jsonl", "receipt.json"} <= files,
-        "figures": any(image.endswith(".png") for image in images),
+        "files": {"config.yaml", "plan.json", "journal.jsonl", "receipt.json"} <= files(),
+        "figures": any(image.endswith(".png") for image in files("images")),
         "model": run.outputs and run.outputs.model_outputs,
     }
     return {name for name, is_there in found.items() if is_there}
-
-
-def _artifacts(server: Server, run: Run, folder: str = "") -> set[str]:
-    """List a folder of a run. MLflow 3's client would ask MLflow 2 for models, too."""
-    query = urlencode({"run_id": run.info.run_id, "path": folder})
-    with urlopen(f"{server.uri}/api/2.0/mlflow/artifacts/list?{query}", timeout=60) as answer:
-        return {file["path"] for file in json.load(answer).get("files", [])}
 
 
 @pytest.mark.full
@@ -104,12 +89,17 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
     """The rows of the training are written while the first upload waits for its answer."""
     if is_killed:
         forget_end(run)
-    journal, log = run.folder / "journal.jsonl", tmp_path / "log"
+    journal = run.folder / "journal.jsonl"
     lines = journal.read_text().splitlines(keepends=True)
     started = next(number for number, line in enumerate(lines) if '"started"' in line)
     journal.write_text("".join(lines[: started + 1]))
-    with FaultProxy(server.uri, only=UPLOADS, rates={"stall": 1}) as proxy:
-        sender = follow(run, proxy.endpoint, log)
+    words = [sys.executable, "-m", "pipeline", "sync", str(run.folder), "--follow"]  # as rank 0 does
+    with (
+        FaultProxy(server.uri, only="^PUT /api/2.0/mlflow-artifacts/", rates={"stall": 1}) as proxy,
+        open(tmp_path / "log", "wb") as log,
+        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                         env=environment(PIPELINE_TRACK_URI=proxy.endpoint)) as sender,
+    ):  # fmt: skip
         try:
             assert sender.stdin
             assert sender.stdout
@@ -127,9 +117,8 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
                 server.check_points(run)
         finally:
             sender.kill()
-            sender.wait()
     if is_killed:
-        assert sync(run, server.uri).code == 0
+        assert sync(run, MLFLOW_TRACKING_URI=server.uri).code == 0
         assert server.run_of(run).info.status == status
         server.check_points(run)
 
@@ -148,11 +137,11 @@ def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(
     # a long run's journal
     change_rows(run, lambda row: row | {"padding": "x" * 150_000} if "run" in row else row)
     with FaultProxy(server.uri, only=refused, rates={"403": 1}) as proxy:
-        first = sync(run, proxy.endpoint)
+        first = sync(run, MLFLOW_TRACKING_URI=proxy.endpoint)
         found = server.run_of(run)
         points_before, parts_before = server.points(found), parts_at(server, found)
         proxy.rates = {}
-        later = sync(run, proxy.endpoint)
+        later = sync(run, MLFLOW_TRACKING_URI=proxy.endpoint)
     assert first.code == 75
     assert {part for part in PARTS if re.search(rf" {part}: ", first.error)} == held, first.error
     assert found.info.status == "FINISHED"
@@ -169,7 +158,7 @@ def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(
 def test_a_server_of_mlflow_2_gets_all_but_the_model_once(run: Job, tmp_path: Path) -> None:
     with Server(tmp_path, python=str(MLFLOW_2)) as old:
         for _ in range(2):
-            result = sync(run, old.uri)
+            result = sync(run, MLFLOW_TRACKING_URI=old.uri)
             assert result.code == 75, result.err
             assert "model: " in result.error
             assert "files: " not in result.error
@@ -184,14 +173,14 @@ def test_an_artifact_store_that_is_away_holds_back_no_metric(
 ) -> None:
     _cached_get_s3_client.cache_clear()  # this process may have the credentials of another server
     boto3.setup_default_session()
-    root, endpoint = f"{bucket.place}/mlflow", "MLFLOW_S3_ENDPOINT_URL"
-    monkeypatch.setenv(endpoint, bucket.server.endpoint)
-    env, away = {endpoint: bucket.server.endpoint}, "http://127.0.0.1:9"
-    with Server(tmp_path, "--no-serve-artifacts", "--default-artifact-root", root, **env) as own:
-        first = sync(run, own.uri, AWS_ENDPOINT_URL=away, AWS_MAX_ATTEMPTS="1", **{endpoint: away})
+    root, here = f"{bucket.place}/mlflow", {"MLFLOW_S3_ENDPOINT_URL": bucket.server.endpoint}
+    monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", bucket.server.endpoint)
+    away = dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), "http://127.0.0.1:9")
+    with Server(tmp_path, "--no-serve-artifacts", "--default-artifact-root", root, **here) as own:
+        first = sync(run, MLFLOW_TRACKING_URI=own.uri, AWS_MAX_ATTEMPTS="1", **away)
         own.check_points(run)
         assert own.run_of(run).info.status == "FINISHED"
-        later = sync(run, own.uri, **env)
+        later = sync(run, MLFLOW_TRACKING_URI=own.uri, **here)
         own.check_points(run)
         assert parts_at(own, own.run_of(run)) == PARTS
         assert all(model.artifact_location.startswith(root) for model in own.models(run))
@@ -200,38 +189,37 @@ def test_an_artifact_store_that_is_away_holds_back_no_metric(
 
 
 @pytest.mark.full
-def test_metrics_that_mlflow_would_log_in_a_thread_are_not_lost(server: Server, run: Job) -> None:
-    with FaultProxy(server.uri, only="runs/log-batch", rates={"503": 1}) as proxy:
-        assert sync(run, proxy.endpoint, MLFLOW_ENABLE_ASYNC_LOGGING="true").code == 75
-
-
-@pytest.mark.full
 def test_a_run_stays_one_when_its_experiment_changes(server: Server, run: Job) -> None:
     forget_end(run)
-    assert sync(run, server.uri).code == 0
+    with FaultProxy(server.uri, only="runs/log-batch", rates={"503": 1}) as proxy:
+        variables = {"MLFLOW_TRACKING_URI": proxy.endpoint, "MLFLOW_ENABLE_ASYNC_LOGGING": "true"}
+        assert sync(run, **variables).code == 75, "metrics that a thread would log are not lost"
+    assert sync(run, MLFLOW_TRACKING_URI=server.uri).code == 0
     config = run.folder / "config.yaml"
     config.write_text(config.read_text().replace("experiment: null", "experiment: another"))
     assert "another" in config.read_text()
-    assert sync(run, server.uri).code == 0
+    assert sync(run, MLFLOW_TRACKING_URI=server.uri).code == 0
     server.run_of(run)
+    server.check_points(run)
 
 
 def test_a_run_is_found_among_more_than_a_thousand_experiments(tmp_path: Path) -> None:
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     run = client.create_run(client.create_experiment("oldest"), tags={"pipeline.run": "abc"})
+    columns = "name, artifact_location, lifecycle_stage, creation_time, last_update_time, workspace"
+    now = int(1000 * time.time())
+    rows = [(f"e{n}", str(tmp_path), "active", now + n, now + n, "default") for n in range(1100)]
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
-        for number in range(1100):
-            now = int(1000 * time.time()) + number
-            row = (f"e{number}", str(tmp_path), "active", now, now, "default")
-            columns = "name, artifact_location, lifecycle_stage, creation_time, last_update_time, workspace"
-            database.execute(f"INSERT INTO experiments ({columns}) VALUES (?, ?, ?, ?, ?, ?)", row)
+        database.executemany(f"INSERT INTO experiments ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
     assert len(client.search_experiments(max_results=1000)) == 1000
     found = find_run(client, "abc")
     assert found
     assert found.info.run_id == run.info.run_id
 
 
-def test_what_mlflow_refuses_after_the_training_is_refused_before(tmp_path: Path) -> None:
+def test_what_mlflow_refuses_after_the_training_is_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for word, says in (
         ("track.register=digits@v1", "keeps the aliases latest and v1, v2"),
         (f"track.experiment={'e' * 501}", "up to 500 characters"),
@@ -246,36 +234,28 @@ def test_what_mlflow_refuses_after_the_training_is_refused_before(tmp_path: Path
     assert "%20" in refused.error
     assert "CANARY" not in refused.err
     assert without_password("mysql://h/db?pwd=CANARY&passphrase=CANARY&ssl=1") == "mysql://h/db?ssl=1"
-
-
-def test_a_token_is_hidden_wherever_an_error_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "CANARY\n")
     assert root_cause(ValueError("no user has the key CANARY")) == "no user has the key …"
     assert root_cause(ValueError("in header value: 'CANARY\n'")) == "in header value: …"
 
 
-TRACKED = (*(word for word in SMALL if not word.startswith("track.")), "track.report=false")
-
-
 def test_variables_of_mlflow_are_used_or_named(place: Place) -> None:
-    words = ("digits", *TRACKED, "run.dir=runs/new")
+    small = [word for word in SMALL if not word.startswith("track.")]
+    words = ("digits", *small, "track.report=false", "run.dir=runs/new")
     variables = {"MLFLOW_EXPERIMENT_NAME": "from outside", "MLFLOW_RUN_ID": "0" * 32}
-    doctor = quick("doctor", *words, cwd=place.path, **variables)
-    run = quick("train", *words, cwd=place.path, **variables)
-    assert (doctor.code, run.code) == (0, 0), run.err
-    assert "MLFLOW_RUN_ID" in doctor.err
-    assert "MLFLOW_RUN_ID" in run.err
+    for command in ("doctor", "train"):
+        result = quick(command, *words, cwd=place.path, **variables)
+        assert (result.code, "MLFLOW_RUN_ID" in result.err) == (0, True), result.err
     client = mlflow.MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
-    experiment = client.get_experiment_by_name("from outside")
-    (found,) = client.search_runs([experiment.experiment_id])
+    experiment = client.get_experiment_by_name("from outside").experiment_id
+    (found,) = client.search_runs([experiment])
     assert found.info.status == "FINISHED"
 
-    client.delete_experiment(experiment.experiment_id)
+    client.delete_experiment(experiment)
     again = quick("train", *words, "run.resume=never", cwd=place.path, **variables)
-    assert again.code == 0
-    sync = quick("sync", "runs/new", cwd=place.path)
-    assert sync.code == 2
-    for said in (again.err, sync.error):
-        assert f"mlflow experiments restore --experiment-id {experiment.experiment_id}" in said
-    client.restore_experiment(experiment.experiment_id)
+    refused = quick("sync", "runs/new", cwd=place.path)
+    assert (again.code, refused.code) == (0, 2)
+    for said in (again.err, refused.error):
+        assert f"mlflow experiments restore --experiment-id {experiment}" in said
+    client.restore_experiment(experiment)
     assert quick("sync", "runs/new", cwd=place.path).code == 0

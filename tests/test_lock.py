@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -25,7 +25,6 @@ from pipeline.record.journal import Journal, read
 
 HOLD = """\
 import sys
-import time
 from pathlib import Path
 from pipeline.addons.deploy import takeover
 from pipeline.errors import RunError
@@ -51,19 +50,15 @@ class Holder:
     """A process that holds a folder's lock as rank 0 does, without torch."""
 
     def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], text=True, **pipes)
         assert self.line() == "ready"
 
     def line(self) -> str:
-        assert self.process.stdout
         return self.process.stdout.readline().strip()
 
     def go(self) -> None:
-        """Let it take the lock, or write if it has it."""
-        assert self.process.stdin
+        """Let it take the lock."""
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
@@ -94,59 +89,43 @@ def age(path: Path, seconds: float = 95) -> None:
     os.utime(path, (then, then))
 
 
-@contextmanager
-def held(path: Path) -> Iterator[RunFolder]:
-    folder = RunFolder(path)
-    folder.hold()
-    yield folder
-    folder.release()
-
-
-def test_a_lock_that_was_refreshed_lately_is_not_taken_over(tmp_path: Path, holder: Holder) -> None:
-    run = tmp_path / "run"
-    holder.stop()
-    age(run / "lock", STALE_S - 10)
-    with pytest.raises(
-        TemporaryError, match=rf"held by process {holder.process.pid} on .*, last refreshed \d+ s ago: "
-    ):
-        RunFolder(run).hold()
-    assert {path.name for path in run.iterdir()} == {"lock", "checkpoints"}
-    assert holder.end() == (0, "")
-    assert (run / "written").exists(), "it continues as if nothing had happened"
-
-
 def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
     tmp_path: Path, holder: Holder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
+    by_holder = rf"by process {holder.process.pid} on .*, last refreshed \d+ s ago: "
+    holder.stop()
+    age(run / "lock", STALE_S - 10)
+    with pytest.raises(TemporaryError, match=f"held {by_holder}"):
+        RunFolder(run).hold()
+    assert {path.name for path in run.iterdir()} == {"lock", "checkpoints"}
     # it was frozen while it wrote two of these; another machine measures the disk with the third
     for name in (".receipt.json", "report/.index.html", ".doctor-x"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).touch()
     old = Journal(run / "journal.jsonl", pytest.fail)
     old.log_event("before")
-    holder.stop()
     age(run / "lock")
-    with held(run) as folder:
-        taken = rf"took over run.dir={run} from process {holder.process.pid} on .*, last refreshed 9. s ago\n"
-        assert re.fullmatch(taken, capsys.readouterr().err)
-        new = Journal(folder.journal, pytest.fail)
-        assert new.run_id == old.run_id
-        old.log_event("what a frozen holder still writes goes to a file of its own")
-        new.log_event("next")
-        assert [row["event"] for row, _ in read(folder.journal)] == ["created", "before", "next"]
-        code, error = holder.end()
-        assert code == 75
-        assert error.startswith(f"pipeline: run.dir={run} was taken over by process {os.getpid()} on ")
-        assert not folder.report.joinpath(".index.html").exists()
-        assert {path.name for path in run.iterdir()} == {
-            "lock", "checkpoints", "report", ".doctor-x", "journal.jsonl",
-        }  # fmt: skip
-        folder.check_ours()
-        other = Holder(run)
-        other.go()
-        code, error = other.end()
-        assert (code, f"held by process {os.getpid()} " in error) == (75, True)
+    folder = RunFolder(run)
+    folder.hold()
+    taken = rf"took over run.dir={run} from process {holder.process.pid} on .*, last refreshed \d+ s ago\n"
+    assert re.fullmatch(taken, capsys.readouterr().err)
+    new = Journal(folder.journal, pytest.fail)
+    assert new.run_id == old.run_id
+    old.log_event("what a frozen holder still writes goes to a file of its own")
+    new.log_event("next")
+    assert [row["event"] for row, _ in read(folder.journal)] == ["created", "before", "next"]
+    code, error = holder.end()
+    assert code == 75
+    assert error.startswith(f"pipeline: run.dir={run} was taken over by process {os.getpid()} on ")
+    left = {path.name for path in run.rglob("*")}
+    assert left == {"lock", "checkpoints", "report", ".doctor-x", "journal.jsonl"}
+    folder.check_ours()
+    other = Holder(run)
+    other.go()
+    code, error = other.end()
+    assert (code, f"held by process {os.getpid()} " in error) == (75, True)
+    folder.release()
 
 
 def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on(
@@ -195,18 +174,26 @@ def test_no_file_gets_its_name_once_the_folder_is_taken_over(
     assert folder.receipt.read_text() == "old"
 
 
-HANG = """\
-import time
+PREPARE = """\
+import sys, time
+from pathlib import Path
+from pipeline.addons.mlflow.delivery import Delivery
+from pipeline.config.load import load
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
+from pipeline.record.folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+folder.lock.join_holder()
+folder.sender_lock.take(0)
+new = folder.path / 'new'
+new.write_text('process 2 on another since 2026-01-02 00:00:00')
+new.rename(folder.path / sys.argv[2])
+"""
+HANG = """\
 Watchdog(0, folder.path / "hang-rank-1.txt", 1, StopRequest(), folder.check_ours).start()
 time.sleep(60)
 """
-SENDING = """\
-from pipeline.config.load import load
-from pipeline.addons.mlflow.delivery import Delivery
-Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_rows()
-"""
+SENDING = 'Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_rows()'
 
 
 @pytest.mark.parametrize(
@@ -218,32 +205,11 @@ def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
     tmp_path: Path, taken: str, program: str
 ) -> None:
     (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00\n")
-    prepare = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from pipeline.record.folder import RunFolder\n"
-        "folder = RunFolder(Path(sys.argv[1]))\n"
-        "folder.lock.join_holder()\n"
-        "folder.sender_lock.take(0)\n"
-        "new = folder.path / 'new'\n"
-        "new.write_text('process 2 on another since 2026-01-02 00:00:00')\n"
-        "new.rename(folder.path / sys.argv[2])\n"
-    )
-    command = [sys.executable, "-c", prepare + program, str(tmp_path), taken]
+    command = [sys.executable, "-c", PREPARE + program, str(tmp_path), taken]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 75, done.stderr
     assert "was taken over by process 2 on another since 2026-01-02 00:00:00: " in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "mlflow.lock"}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    return job(tmp_path_factory.mktemp("uninterrupted") / "run", digits).finished()
-
-
-def job(folder: Path, digits: Path, *more: str) -> Job:
-    words = ("train.epochs=2", "data.workers=1", "checkpoint.every=5 steps", *more)
-    return Job(folder, ["digits", f"data.root={digits}", *SMALL, *words])
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
@@ -252,65 +218,51 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.parametrize("tracker", ["none", pytest.param("auto", marks=pytest.mark.full)])
 def test_a_run_that_was_taken_over_in_a_save_writes_nothing_when_it_returns(
-    tmp_path: Path, digits: Path, uninterrupted: Job, seed: int
+    tmp_path: Path, digits: Path, seed: int, tracker: str
 ) -> None:
     """faults/test_nodes.py has it for several nodes, at any instant."""
-    draw = random.Random(seed)
-    old = job(tmp_path / "run", digits).start()
+    draw, epochs = random.Random(seed), {"none": 2, "auto": 8}[tracker]
+    words = ["digits", f"data.root={digits}", *SMALL, f"track.uri={tracker}", f"train.epochs={epochs}",
+             "data.workers=1", "checkpoint.every=5 steps"]  # fmt: skip
+    old = Job(tmp_path / "run", words).start()
     old.wait_for_step(draw.randint(6, 20))
+    if tracker == "auto":
+        old.wait_until((old.folder / "mlflow.json").exists, "first delivery")
     old.wait_until(old.is_saving, "save", pause=0.0005)
-    result = (new := taken_over(old, draw.randint(1, 10))).wait()
-    assert result.code == 0
-    assert_each_sample_once(new.trace(), 48)
-    assert result.out == uninterrupted.output()
-    assert new.trace() == uninterrupted.trace()
-
-
-def taken_over(old: Job, steps: int) -> Job:
-    """Freeze a run, have another start take it over and make `steps`; check what the old one does.
-
-    Return the new run, which continues.
-    """
-    frozen = old.processes()
+    frozen, holder = old.processes(), old.ranks()[0]
     freeze(frozen)
-    holder = old.ranks()[0]
     for path in old.folder.glob("*lock"):
         age(path)
     link = old.folder.with_name("new")  # so that the output of the two has files of its own
     link.symlink_to(old.folder)
-    new = Job(link, old.arguments).start()
-    new.wait_for_step(old.step() + steps)
+    new = Job(link, words).start()
+    new.wait_for_step(old.step() + draw.randint(1, 10))
     assert f"from process {holder} on " in new.log()
     freeze(new.processes())
     before = contents(old.folder)
     for pid in frozen:
         kill(pid, signal.SIGCONT)
-    result = old.wait(30)
-    assert result.code == 75, result.err
-    assert f"was taken over by process {new.ranks()[0]} on " in result.err
+    returned = old.wait(30)
+    assert returned.code == 75, returned.err
+    assert f"was taken over by process {new.ranks()[0]} on " in returned.err
     old.wait_gone(5)
     assert contents(old.folder) == before, "nothing is written"
     for pid in new.processes():
         kill(pid, signal.SIGCONT)
-    return new
-
-
-@pytest.mark.full
-def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(
-    tmp_path: Path, digits: Path
-) -> None:
-    old = job(tmp_path / "run", digits, "track.uri=auto", "train.epochs=8").start()
-    old.wait_until((tmp_path / "run/mlflow.json").exists, "first delivery")
-    new = taken_over(old, 1)
-    assert new.wait().code == 0, new.log()
+    result = new.wait()
+    assert result.code == 0, result.err
+    assert_each_sample_once(new.trace(), 48)
+    if tracker == "none":
+        uninterrupted = Job(tmp_path / "uninterrupted", words).finished()
+        assert result.out == uninterrupted.output()
+        assert new.trace() == uninterrupted.trace()
+        return
     assert "not take everything" not in new.log()
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
     assert run.info.status == "FINISHED"
-    sent = [
-        (m.step, m.key, m.value)
-        for key in run.data.metrics
-        for m in client.get_metric_history(run.info.run_id, key)
-    ]
+    histories = [client.get_metric_history(run.info.run_id, key) for key in run.data.metrics]
+    sent = [(point.step, point.key, point.value) for history in histories for point in history]
     assert sorted(sent) == sorted(new.journal(""))

@@ -7,7 +7,6 @@ import re
 import sys
 import tarfile
 from base64 import b64decode
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import pipeline, quick
+from harness import quick
 from manifests import (
     Document,
     claims_of,
@@ -50,11 +49,6 @@ def defaults() -> list[Document]:
     return documents(RenderOptions())
 
 
-@pytest.fixture(scope="module")
-def stored() -> list[Document]:
-    return documents(STORE)
-
-
 def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
     assert {path.name: path.read_text() for path in sorted(K8S.glob("*.yaml"))} == render(RenderOptions())
     assert not [*K8S.glob("*kustomization*")], "kubectl apply -f would fail on it"
@@ -71,24 +65,7 @@ def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[D
     for document in yaml.safe_load_all(path.read_text()):
         assert document["metadata"]["namespace"] == "ddp-pipeline"
         if document["kind"] == "TrainingRuntime":  # kubernetes_validate has no schema for it
-            # the Job that the operator makes of it, with names that the operator expects
-            (replicated,) = document["spec"]["template"]["spec"]["replicatedJobs"]
-            step = replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
-            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": document["metadata"]}
-            pod = pod_of(job | {"spec": replicated["template"]["spec"]})
-            (container,) = pod["containers"]
-            assert (replicated["name"], container["name"], step) == ("node", "node", "trainer")
-            expected = pod_of(one(defaults, "Job", "trainer"))
-            left_out = {"containers": [], "initContainers": []}
-            assert {**expected, **pod, **left_out} == {**expected, **left_out}
-            for ours, usual in zip(containers(pod), containers(expected), strict=True):
-                words = [*ours["command"], *ours.get("args", [])]
-                sizes = ["--world", "2", "--nodes", "2"] if ours["name"] == "preflight" else []
-                assert words == [*usual["command"][:-1], "run.dir=/runs/digits", *sizes]
-                for key in ("image", "resources", "securityContext", "volumeMounts"):
-                    assert ours[key] == usual[key]
-            policy = document["spec"]["mlPolicy"]["torch"]["envInjection"]["targets"]
-            assert policy == [{"jobName": "node", "containerNames": ["preflight"]}]
+            check_runtime(document, pod_of(one(defaults, "Job", "trainer")))
         elif document["kind"] != "TrainJob":
             assert problems_alone(document) == []
             if "template" in document["spec"]:
@@ -96,12 +73,31 @@ def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[D
                 assert {container["image"] for container in containers(pod_of(document))} <= images
 
 
+def check_runtime(runtime: Document, expected: Document) -> None:
+    """Check the Job that Kubeflow's operator makes of it, with names that the operator expects."""
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    step = replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": runtime["metadata"]}
+    pod = pod_of(job | {"spec": replicated["template"]["spec"]})
+    (container,) = pod["containers"]
+    assert (replicated["name"], container["name"], step) == ("node", "node", "trainer")
+    left_out = {"containers": [], "initContainers": []}
+    assert {**expected, **pod, **left_out} == {**expected, **left_out}
+    for ours, usual in zip(containers(pod), containers(expected), strict=True):
+        sizes = ["--world", "2", "--nodes", "2"] if ours["name"] == "preflight" else []
+        words = [*ours["command"], *ours.get("args", [])]
+        assert words == [*usual["command"][:-1], "run.dir=/runs/digits", *sizes]
+        for key in ("image", "resources", "securityContext", "volumeMounts"):
+            assert ours[key] == usual[key]
+    policy = runtime["spec"]["mlPolicy"]["torch"]["envInjection"]["targets"]
+    assert policy == [{"jobName": "node", "containerNames": ["preflight"]}]
+
+
 @EXAMPLES
 def test_every_service_address_in_an_example_exists(path: Path) -> None:
     text = path.read_text()
-    replaced = re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split()))
     manifests = render(RenderOptions())
-    if replaced:
+    if replaced := re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split())):
         del manifests[replaced[1]]
     found = [d for manifest in (text, *manifests.values()) for d in yaml.safe_load_all(manifest)]
     services = {
@@ -117,29 +113,40 @@ def test_every_service_address_in_an_example_exists(path: Path) -> None:
     assert all(any(services[name].items() <= labels.items() for labels in servers) for name in called)
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 8])
+STORE = {"store": "s3://my-data/imagenet/", "store_endpoint": "https://s3.example.org:9000"}
+
+
+def devices_of(job: Document) -> list[str]:
+    """Return the words that choose a device, of each container."""
+    words = [word for container in containers(pod_of(job)) for word in container["command"]]
+    return [word for word in words if word.startswith("run.device=")]
+
+
+@pytest.mark.parametrize("store", [{}, STORE], ids=["volumes", "store"])
 @pytest.mark.parametrize("hardware", [{"gpus": 1}, {"gpus": 8}, {"gpus": 0, "nproc": 2, "single_node": True}])
-def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -> None:
-    more = {"storage_class": "fast", "pull_secret": "registry", "mlflow_auth": nodes > 2}
-    request = RenderOptions(nodes=nodes, overrides=("batch.global=128",), **more, **hardware)
+@pytest.mark.parametrize(("nodes", "allowed"), [(1, ()), (2, ()), (8, ()), (4, (2, 3, 4))])
+def test_every_rendered_variant_is_valid(
+    nodes: int, allowed: tuple[int, ...], hardware: dict[str, Any], store: dict[str, Any]
+) -> None:
+    more = {"storage_class": "fast", "mlflow_auth": nodes > 2, "min_nodes": min(allowed, default=None)}
+    request = RenderOptions(nodes=nodes, overrides=("batch.global=192",), **more, **hardware, **store)
     found = documents(request)
     assert problems(found) == []
-    pod = pod_of(one(found, "Job", "trainer"))
+    job = one(found, "Job", "trainer")
+    pod = pod_of(job)
     assert ("affinity" in pod) == (nodes > 1 and not request.single_node)
-    (modes,) = {tuple(d["spec"]["accessModes"]) for d in found if d["metadata"]["name"] == "runs"}
-    assert modes == ("ReadWriteOnce" if request.single_node else "ReadWriteMany",)
     assert pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == (request.gpus or None)
-    assert settings(found).items() >= node.environment(nodes, request.gpus or request.nproc).items()
-
-
-@pytest.mark.parametrize(
-    ("gpus", "overrides", "devices"),
-    [(1, (), ["run.device=cuda"]), (0, (), []), (1, ("run.device=auto",), ["run.device=auto"])],
-)
-def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devices: list[str]) -> None:
-    job = one(documents(RenderOptions(gpus=gpus, overrides=overrides)), "Job", "trainer")
-    for container in containers(pod_of(job)):
-        assert [word for word in container["command"] if word.startswith("run.device=")] == devices
+    assert devices_of(job) == 2 * ["run.device=cuda"] if request.gpus else not devices_of(job)
+    variables = node.environment(nodes, request.gpus or request.nproc, allowed)
+    assert settings(found).items() >= variables.items()
+    claims = [d for d in found if d["kind"] == "PersistentVolumeClaim"]
+    modes = {claim["metadata"]["name"]: claim["spec"]["accessModes"] for claim in claims}
+    if store:
+        assert modes.keys() == {"mlflow"}
+        assert {"name": "runs", "emptyDir": {"sizeLimit": "50Gi"}} in pod["volumes"]
+        assert settings(found)["AWS_ENDPOINT_URL"] == STORE["store_endpoint"]
+    else:
+        assert modes["runs"] == ["ReadWriteOnce" if request.single_node else "ReadWriteMany"]
 
 
 OPTIONS: dict[str, Any] = {
@@ -156,11 +163,11 @@ def test_every_pair_of_options_is_valid() -> None:
 
 
 def test_an_option_is_written_where_it_belongs() -> None:
-    found = documents(
-        RenderOptions(**{name: OPTIONS[name] for name in OPTIONS if name not in ("gpus", "store")})
-    )
+    options = {name: value for name, value in OPTIONS.items() if name not in ("gpus", "store")}
+    found = documents(RenderOptions(overrides=("run.device=auto",), **options))
     job = one(found, "Job", "trainer")
     pod = pod_of(job)
+    assert devices_of(job) == 2 * ["run.device=auto"], "not cuda"
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
     assert job["spec"]["template"]["metadata"] == {
         "labels": {"app": "trainer"}, "annotations": {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"},
@@ -168,26 +175,6 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert pod["runtimeClassName"] == "nvidia"
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("trainer", False)
     assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
-
-
-STORE = RenderOptions(store="s3://my-data/imagenet/", store_endpoint="https://s3.example.org:9000")
-
-
-@pytest.mark.parametrize("nodes", [(1, None), (4, 2)], ids=["1", "2:4"])
-@pytest.mark.parametrize(
-    "hardware", [{"gpus": 8}, {"gpus": 0, "nproc": 2, "single_node": True}], ids=["gpus", "cpu"]
-)
-def test_with_an_object_store_no_volume_is_shared(
-    nodes: tuple[int, int | None], hardware: dict[str, Any]
-) -> None:
-    high, low = nodes
-    found = documents(replace(STORE, nodes=high, min_nodes=low, overrides=("batch.global=192",), **hardware))
-    assert problems(found) == []
-    assert [d["metadata"]["name"] for d in found if d["kind"] == "PersistentVolumeClaim"] == ["mlflow"]
-    assert "ReadWriteMany" not in yaml.safe_dump_all(found)
-    volumes = {volume["name"]: volume for volume in pod_of(one(found, "Job", "trainer"))["volumes"]}
-    assert volumes["runs"] == {"name": "runs", "emptyDir": {"sizeLimit": "50Gi"}}
-    assert settings(found)["AWS_ENDPOINT_URL"] == "https://s3.example.org:9000"
 
 
 PACK = {"data.source": "pack", "model.arch": "resnet18"}
@@ -208,8 +195,8 @@ PACK = {"data.source": "pack", "model.arch": "resnet18"}
 def test_data_and_runs_are_in_the_store(
     given: dict[str, str], root: str | None, mirror: str, size: str
 ) -> None:
-    request = replace(STORE, overrides=[f"{key}={value}" for key, value in given.items()])
-    pod = pod_of(one(documents(request), "Job", "trainer"))
+    overrides = [f"{key}={value}" for key, value in given.items()]
+    pod = pod_of(one(documents(RenderOptions(overrides=overrides, **STORE)), "Job", "trainer"))
     for container in containers(pod):
         words = dict(word.split("=", 1) for word in request_of(container)[1:])  # the last one counts
         assert (words.get("data.root"), words["checkpoint.mirror"]) == (root, mirror)
@@ -244,9 +231,8 @@ def test_trainers_reach_the_store_and_nothing_else_outside(
     assert len(now["egress"]) == len(before["egress"]) + 1
     assert [rule["ports"] for rule in added] == [[{"port": port, "protocol": "TCP"}]]
     if isinstance(peers, str):
-        assert added[0]["to"] == [
-            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": peers}}}
-        ]
+        labels = {"kubernetes.io/metadata.name": peers}
+        assert added[0]["to"] == [{"namespaceSelector": {"matchLabels": labels}}]
     else:
         blocks = [peer["ipBlock"] for peer in added[0]["to"]]
         assert {block["cidr"]: {*block.get("except", [])} for block in blocks} == peers
@@ -271,69 +257,49 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
     assert labels["app"] in source["podSelector"]["matchExpressions"][0]["values"]
 
 
-def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_divide() -> None:
-    found = documents(RenderOptions(nodes=5, min_nodes=1))
-    assert problems(found) == []
-    assert settings(found).items() >= node.environment(5, 1, (1, 2, 3, 4)).items()
-    assert settings(found)["PET_NNODES"] == "1:5"
-    rendered = pipeline("k8s", "render", "--nodes", "1:5")
-    assert list(yaml.safe_load_all(rendered.out)) == found
-
-
-def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, defaults: list[Document]) -> None:
-    (tmp_path / "recipe.yaml").write_text(settings(defaults)["recipe.yaml"])
-    assert load(str(tmp_path / "recipe.yaml"), ["run.dir=runs/digits"]) == load("digits", [])
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("data: {root: /data}\nmodel: {arch: resnet18}\n")
-    config = settings(documents(RenderOptions(recipe=str(recipe), overrides=("train.epochs=3",))))
-    assert config["RUN_DIR"] == "/runs/mine"
-    assert yaml.safe_load(config["recipe.yaml"])["recipe"] == "mine"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, defaults: list[Document]) -> None:
+    recipe, mounted = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
+    mounted.write_text(settings(defaults)["recipe.yaml"])
+    assert load(str(mounted), ["run.dir=runs/digits"]) == load("digits", [])
+    for text in (
         "# a comment\n%YAML 1.1\n---\n# another\ndata: {root: /data}\n...\n",
         "{data: {root: /data}, train: {epochs: 3, precision: 'fp32'}}\n",
         "  data:\n    root: /data\n  train:\n    epochs: 3\n",
         "# a comment\n\ndata:  # another\n  root: /data\r\ntrain:\n  epochs: 3",
-    ],
-)
-def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, text: str) -> None:
-    recipe, mounted = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
-    recipe.write_text(text)
-    mounted.write_text(settings(documents(RenderOptions(recipe=str(recipe))))["recipe.yaml"])
-    assert load(str(mounted), ["run.dir=x"]) == load(str(recipe), ["run.dir=x"])
-    assert ("# another" in mounted.read_text()) == ("# a comment\n\n" in text), (
-        "comments are kept where possible"
-    )
+    ):
+        recipe.write_text(text)
+        config = settings(documents(RenderOptions(recipe=str(recipe))))
+        mounted.write_text(config["recipe.yaml"])
+        assert load(str(mounted), ["run.dir=x"]) == load(str(recipe), ["run.dir=x"])
+        assert (yaml.safe_load(mounted.read_text())["recipe"], config["RUN_DIR"]) == ("mine", "/runs/mine")
+        is_kept = "# another" in mounted.read_text()
+        assert is_kept == ("# a comment\n\n" in text), "comments are kept where possible"
 
 
-def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
-    options = ("--nodes", "4", "--cpu", "--nproc", "2", "batch.global=64", "--image", IMAGE)
-    words = ["k8s", "render", "digits", *options]
-    printed = pipeline(*words)
-    written = pipeline(*words, "--out", str(tmp_path / "k8s"))
-    assert (printed.code, written.code) == (0, 0)
+def test_render_prints_what_it_writes_and_replaces_only_that(tmp_path: Path) -> None:
+    words = ("k8s", "render", "digits", "--nodes", "1:5", "--image", IMAGE)
+    printed = quick(*words)
+    found = list(yaml.safe_load_all(printed.out))
+    assert found == documents(RenderOptions(nodes=5, min_nodes=1, image=IMAGE))
+    assert settings(found).items() >= node.environment(5, 1, (1, 2, 3, 4)).items()
+    images = {container["image"] for container in containers(pod_of(one(found, "Job", "trainer")))}
+    assert images == {IMAGE}
+    sync = quick("k8s", "render", "--sync", "digits", "--out", str(tmp_path / "sync"))
+    assert f"kubectl apply -f {tmp_path / 'sync/sync-digits.yaml'}" in sync.out
+
+    words = (*words, "--out", str(tmp_path / "k8s"))
+    for _ in range(2):
+        assert "other contents" not in quick(*words).out
     files = [path.read_text() for path in sorted((tmp_path / "k8s").glob("*.yaml"))]
     assert printed.out.strip() == "---\n".join(files).strip()
-    job = one(list(yaml.safe_load_all(printed.out)), "Job", "trainer")
-    assert {container["image"] for container in containers(pod_of(job))} == {IMAGE}
-    one_file = pipeline("k8s", "render", "--sync", "digits", "--out", str(tmp_path / "sync"))
-    assert f"kubectl apply -f {tmp_path / 'sync/sync-digits.yaml'}" in one_file.out
-
-
-def test_render_replaces_only_what_it_wrote_and_says_so(tmp_path: Path) -> None:
-    words = ("k8s", "render", "digits", "--out", str(tmp_path))
-    for more in ((), ()):
-        assert "other contents" not in quick(*words, *more).out
     assert "(10-config.yaml, 50-trainer.yaml had other contents)" in quick(*words, "--nodes", "3").out
     left = quick(*words, "--no-recovery")
-    assert (left.code, f"{tmp_path}/60-recovery.yaml" in left.error) == (2, True), "it would be applied"
-    (tmp_path / "10-config.yaml").write_text("kind: ConfigMap\nmetadata: {name: mine}\n")
+    assert (left.code, "k8s/60-recovery.yaml" in left.error) == (2, True), "it would be applied"
+    mine = tmp_path / "k8s/10-config.yaml"
+    mine.write_text("kind: ConfigMap\nmetadata: {name: mine}\n")
     foreign = quick(*words)
     assert (foreign.code, "was not written by" in foreign.error) == (2, True)
-    assert "mine" in (tmp_path / "10-config.yaml").read_text()
+    assert "mine" in mine.read_text()
 
 
 NET = """
@@ -358,9 +324,6 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-SENT = {"mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin"}
-
-
 def test_code_is_sent_verified_and_named_in_the_receipt(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,9 +346,8 @@ def test_code_is_sent_verified_and_named_in_the_receipt(
     words = unpacker["command"][5:]
     assert (words[0], words[-1]) == ("/archives", "/code")
     unpack(parts, words[1], target)
-    assert {
-        str(path.relative_to(target)) for path in target.rglob("*") if "__pycache__" not in str(path)
-    } == SENT
+    unpacked = {str(path.relative_to(target)) for path in target.rglob("*")}
+    assert {name for name in unpacked if "__pycache__" not in name} == {"mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin"}
     for container in others:
         env = {variable["name"]: variable["value"] for variable in container["env"]}
         assert env == {"PYTHONPATH": "/code", "PIPELINE_CODE": f"sha256:{words[1]}"}
@@ -416,20 +378,11 @@ def test_no_name_in_an_archive_of_code_leads_outside(tmp_path: Path, name: str, 
     assert {path.name for path in tmp_path.rglob("*")} == {"part-0"}
 
 
-def test_the_manifest_of_a_server_with_a_password_does_not_contain_it() -> None:
-    found = documents(RenderOptions(mlflow_auth=True))
-    (server,) = pod_of(one(found, "Deployment", "mlflow"))["containers"]
-    assert server["envFrom"] == [{"secretRef": {"name": "mlflow-auth"}}]
-    assert "env" not in server
-    assert not [d for d in found if d["kind"] == "Secret"], "the user creates the Secret"
-
-
 def test_a_data_job_has_no_network_access(defaults: list[Document]) -> None:
     """Only the policy for all pods applies to the job, since no other policy selects its labels."""
     (job,) = yaml.safe_load_all((K8S / "examples/stage-imagenet.yaml").read_text())
     labels = job["spec"]["template"]["metadata"]["labels"]
-    selectors = {
-        d["metadata"]["name"]: d["spec"]["podSelector"] for d in defaults if d["kind"] == "NetworkPolicy"
-    }
-    matching = [name for name, s in selectors.items() if s.get("matchLabels", {}).items() <= labels.items()]
+    policies = {d["metadata"]["name"]: d["spec"] for d in defaults if d["kind"] == "NetworkPolicy"}
+    selected = {name: policy["podSelector"].get("matchLabels", {}) for name, policy in policies.items()}
+    matching = [name for name, selector in selected.items() if selector.items() <= labels.items()]
     assert matching == ["default-deny"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import Job, free_port, quick
-from server import Server, tracked_job
+from harness import Job, Result, free_port, quick
+from server import Server, sync, tracked_job
 
 from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.config.load import load
@@ -75,17 +75,12 @@ def proxy(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Iterator[
     signed = ("-CA", "authority.pem", "-CAkey", "authority.pem", "-addext", "subjectAltName=IP:127.0.0.1")
     make_certificate(folder, "server", *signed)
     make_certificate(folder, "client", *signed)
-    port, mutual_port = free_port(), free_port()
-    names = {"TOKEN": TOKEN, "EXPIRED": EXPIRED, "READER": READER}
-    text = CONFIG.format(folder=folder, port=port, mutual_port=mutual_port, upstream=server.uri, **names)
-    (folder / "nginx.conf").write_text(text)
-    nginx = subprocess.Popen([str(NGINX), "-e", "stderr", "-c", str(folder / "nginx.conf")])
-    try:
-        uris = (f"https://127.0.0.1:{number}/prefix" for number in (port, mutual_port))
-        yield Proxy(server, folder, *uris)
-    finally:
+    ports = {"port": free_port(), "mutual_port": free_port()}
+    tokens = {"TOKEN": TOKEN, "EXPIRED": EXPIRED, "READER": READER}
+    (folder / "nginx.conf").write_text(CONFIG.format(folder=folder, upstream=server.uri, **ports, **tokens))
+    with subprocess.Popen([str(NGINX), "-e", "stderr", "-c", str(folder / "nginx.conf")]) as nginx:
+        yield Proxy(server, folder, *(f"https://127.0.0.1:{port}/prefix" for port in ports.values()))
         nginx.kill()
-        nginx.wait()
 
 
 def make_certificate(folder: Path, name: str, *more: str) -> None:
@@ -95,53 +90,47 @@ def make_certificate(folder: Path, name: str, *more: str) -> None:
     (folder / f"{name}.pem").write_text((folder / "key").read_text() + (folder / "cert").read_text())
 
 
-def assert_nowhere(canary: str, job: Job, *texts: str) -> None:
-    assert canary not in " ".join([*texts, job.output(), job.log()])
-    for path in job.folder.rglob("*"):
-        assert path.is_dir() or canary.encode() not in path.read_bytes(), path
+def assert_no_canary(job: Job, *results: Result) -> None:
+    """Fail if a token is in a file of the run, in its output or in that of other commands."""
+    assert CANARY not in "".join([job.output(), job.log(), *(result.out + result.err for result in results)])
+    for path in filter(Path.is_file, job.folder.rglob("*")):
+        assert CANARY.encode() not in path.read_bytes(), path
 
 
 def test_doctor_and_a_training_use_the_token_the_prefix_and_the_authority(
     tmp_path: Path, digits: Path, proxy: Proxy
 ) -> None:
     run = tracked_job(tmp_path / "run", digits, "train.max_steps=4", **proxy.variables())
-    doctor = quick("doctor", *run.arguments, f"run.dir={run.folder}", "--json", **run.env)
+    doctor = quick("doctor", *run.train_words()[1:], "--json", **run.env)
     assert doctor.code == 0, doctor.err
     lines = {row["check"]: row["line"] for row in json.loads(doctor.out)["findings"]}
     assert proxy.uri in lines["MLflow"]
     assert "artifacts" in lines
-    result = run.run()
-    assert result.code == 0, result.err
-    assert "MLflow" not in result.err
+    assert "MLflow" not in run.finished().log()
     found = proxy.server.run_of(run)
     assert found.info.status == "FINISHED"
     assert proxy.server.client.list_artifacts(found.info.run_id)
     assert found.outputs.model_outputs
-    assert_nowhere(CANARY, run, doctor.out, doctor.err)
+    assert_no_canary(run, doctor)
 
 
 def test_a_run_whose_credentials_were_refused_is_sent_with_others(
     tmp_path: Path, digits: Path, proxy: Proxy
 ) -> None:
-    run = tracked_job(tmp_path / "run", digits, "train.max_steps=4", **proxy.variables(WRONG))
-    result = run.run()
-    assert result.code == 0, result.err
+    run = tracked_job(tmp_path / "run", digits, "train.max_steps=4", **proxy.variables(WRONG)).finished()
     assert "error code 401" in (run.folder / "sync.log").read_text()
-    untrusted = {name: value for name, value in proxy.variables().items() if name != CERT}
-    outputs = []
+    results = []
     for variables, cause in (
         (proxy.variables(EXPIRED), "token expired"),
         (proxy.variables(f"{TOKEN}\n"), "header value: …"),
-        (untrusted, "CERTIFICATE_VERIFY_FAILED"),
+        (proxy.variables() | {CERT: ""}, "CERTIFICATE_VERIFY_FAILED"),
     ):
-        result = quick("sync", str(run.folder), **variables)
-        assert result.code == 75
-        assert cause in result.error
-        outputs += [result.out, result.err]
-    sent = quick("sync", str(run.folder), **proxy.variables())
-    assert sent.code == 0, sent.err
+        results.append(sync(run, **variables))
+        assert (results[-1].code, cause in results[-1].error) == (75, True), results[-1].err
+    results.append(sync(run, **proxy.variables()))
+    assert results[-1].code == 0, results[-1].err
     assert proxy.server.run_of(run).info.status == "FINISHED"
-    assert_nowhere(CANARY, run, *outputs, sent.out, sent.err)
+    assert_no_canary(run, *results)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +149,9 @@ def test_doctor_uses_the_variables_of_mlflow(
         path = str(proxy.folder / value) if value.endswith(".pem") else value
         monkeypatch.setenv(name, proxy.mutual_uri if value == "mutual" else path)
     config = load("digits", [])
-    if not cause:
+    if cause:
+        with pytest.raises(TemporaryError, match=cause) as refusal:
+            check_server_answers(config, RunFolder(tmp_path))
+        assert CANARY not in str(refusal.value)
+    else:
         assert "answers" in check_server_answers(config, RunFolder(tmp_path))
-        return
-    with pytest.raises(TemporaryError, match=cause) as refusal:
-        check_server_answers(config, RunFolder(tmp_path))
-    assert CANARY not in str(refusal.value)

@@ -12,10 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import mlflow
 import numpy as np
@@ -37,104 +35,117 @@ from harness import (
 )
 from mlflow.entities import LoggedModelStatus
 from object_store import FaultProxy
-from server import Server, tracked_job
+from server import Server, foreign_server, sync, tracked_job
 from test_predict import predict_probabilities
-from test_security import foreign_server
 
 from pipeline.addons.datasets.images import decode
 from pipeline.config.load import RECIPES, load
 from pipeline.record.journal import Journal, read
 
-# no server, a server that replies with errors, a server that never replies; the others with --full
 QUICK = ("absent", "500", "silent")
+"""The kinds of bad servers that need no --full."""
 TROUBLES = (*QUICK, "401", "malformed")
 CASES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in TROUBLES]
 CANARY = "CANARY"
 SECRET = f"{CANARY}/with+{CANARY}?and#{CANARY}"
+Trained = dict[str, tuple[Job, Result]]
 
 
-@dataclass
-class Trained:
-    job: Job
-    result: Result
-    late: float
-    """Seconds from the last row of the journal to the end of the process."""
+def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:
+    tracker = [f"track.uri={uri}"] if uri else []
+    return tracked_job(folder, digits, *tracker, "train.epochs=1", "train.max_steps=8", *more, nproc=nproc)
+
+
+@contextmanager
+def bad_servers() -> Iterator[dict[str, str]]:
+    """Start a server of each bad kind and yield their addresses."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,  # the kernel accepts, and nobody replies
+        foreign_server(500, lambda _: [b"broken"]) as (broken, _),
+        foreign_server(401, lambda _: [b'{"error_code": "UNAUTHENTICATED"}']) as (refusing, _),
+        foreign_server(200, lambda _: [b'{"a": [']) as (malformed, _),
+    ):
+        absent, waiting = (f"http://127.0.0.1:{port}" for port in (free_port(), silent.getsockname()[1]))
+        yield dict(zip(TROUBLES, (absent, broken, waiting, refusing, malformed), strict=True))
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) -> dict[str, Trained]:
+def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) -> Trained:
     """Run the same training without a tracker and with each kind of bad server."""
     folder = tmp_path_factory.mktemp("runs")
-    with bad_servers() as uris:
-        jobs = {"none": job(folder / "none", digits, "none")} | {
-            kind: job(folder / kind, digits, uri) for kind, uri in uris.items() if full or kind in QUICK
-        }
-        with ThreadPoolExecutor(2) as pool:
-            return dict(zip(jobs, pool.map(run_timed, jobs.values()), strict=True))
+    with bad_servers() as uris, ThreadPoolExecutor(2) as pool:
+        uris["none"] = "none"
+        jobs = {kind: job(folder / kind, digits, uri) for kind, uri in uris.items()
+                if full or kind in (*QUICK, "none")}  # fmt: skip
+        results = pool.map(Job.run, jobs.values())
+        return {kind: (jobs[kind], result) for kind, result in zip(jobs, results, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def delivered(trained: dict[str, Trained], server: Server) -> dict[str, Result]:
-    """Send each of these runs to a good server afterwards, set by either variable.
+def delivered(trained: Trained, server: Server) -> dict[str, Result]:
+    """Send each of these runs to a good server, set by either variable, or start it again."""
 
-    One is sent by a start that finds it finished.
-    """
+    def send(kind: str) -> Result:
+        run, _ = trained[kind]
+        if kind == "absent":
+            return quick(*run.train_words(), f"track.uri={server.uri}")
+        name = "PIPELINE_TRACK_URI" if kind == "500" else "MLFLOW_TRACKING_URI"
+        return sync(run, **{name: server.uri})
+
     kinds = [kind for kind in TROUBLES if kind in trained]
-    names = {kind: ("MLFLOW_TRACKING_URI", "PIPELINE_TRACK_URI")[n % 2] for n, kind in enumerate(kinds)}
     with ThreadPoolExecutor(2) as pool:
-        sent = pool.map(
-            lambda kind: (
-                start_again(trained[kind].job, server)
-                if kind == "absent"
-                else sync(trained[kind].job, **{names[kind]: server.uri})
-            ),
-            kinds,
-        )
-        return dict(zip(kinds, sent, strict=True))
+        return dict(zip(kinds, pool.map(send, kinds), strict=True))
 
 
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
 def test_a_bad_server_changes_nothing_and_gets_the_run_later(
-    trained: dict[str, Trained], delivered: dict[str, Result], server: Server, kind: str
+    trained: Trained, delivered: dict[str, Result], server: Server, kind: str
 ) -> None:
-    without, tracked = trained["none"], trained[kind]
-    assert tracked.result.code == 0, tracked.result.err
-    assert tracked.result.done == without.result.done
-    assert tracked.job.journal("train/", "val/") == without.job.journal("train/", "val/")
-    rows = read_rows(tracked.job.folder / "journal.jsonl")
-    events = [row["event"] for row in rows if "event" in row]
+    (plain, without), (run, result) = trained["none"], trained[kind]
+    assert result.code == 0, result.err
+    assert result.done == without.done
+    assert run.journal("train/", "val/") == plain.journal("train/", "val/")
+    events = [row["event"] for row in read_rows(run.folder / "journal.jsonl") if "event" in row]
     assert events == ["created", "started", "evaluated", "saved", "ended"]
-    (line,) = [line for line in tracked.result.err.splitlines() if "MLflow" in line]
+    (line,) = [line for line in result.err.splitlines() if "MLflow" in line]
     assert "pipeline sync" in line
-    assert "Traceback" not in tracked.result.err
-    assert tracked.late <= without.late + 60, "a silent server is given up"
-    tracked.job.wait_gone(1)
+    assert "Traceback" not in result.err
+    assert result.seconds <= without.seconds + 60, "a silent server is given up"
+    run.wait_gone(1)
     assert delivered[kind].code == 0, delivered[kind].err
-    assert_complete(server, tracked.job)
+    assert_complete(server, run)
 
 
 def test_sending_twice_duplicates_nothing(
-    trained: dict[str, Trained], delivered: dict[str, Result], server: Server
+    trained: Trained, delivered: dict[str, Result], server: Server
 ) -> None:
-    job = trained["500"].job
-    info = server.run_of(job).info
+    run, _ = trained["500"]
+    info = server.run_of(run).info
     # as if sending had been interrupted
     server.client.create_logged_model(info.experiment_id, "model", info.run_id, {"pipeline.step": "0"})
-    assert sync(job, MLFLOW_TRACKING_URI=server.uri).code == 0
-    (job.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
-    assert sync(job, MLFLOW_TRACKING_URI=server.uri).code == 0
-    assert server.run_of(job).info.run_id == info.run_id
-    assert_complete(server, job)
-    again = start_again(job, server)
+    assert sync(run, MLFLOW_TRACKING_URI=server.uri).code == 0
+    (run.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
+    assert sync(run, MLFLOW_TRACKING_URI=server.uri).code == 0
+    assert server.run_of(run).info.run_id == info.run_id
+    assert_complete(server, run)
+    again = quick(*run.train_words(), f"track.uri={server.uri}")
     assert (again.code, "sending what" in again.err) == (0, False), "the server has all"
+    with foreign_server() as (uri, _):
+        accepted = sync(run, MLFLOW_TRACKING_URI=uri)
+    assert (accepted.code, "not as MLflow does" in accepted.error) == (75, True), accepted.err
+
+
+def test_without_a_tracker_no_file_of_one_is_left(trained: Trained) -> None:
+    run, _ = trained["none"]
+    assert not {path.name for path in run.folder.iterdir()} & {"mlflow.json", "mlflow.lock", "sync.log"}
+    refused = sync(run)
+    assert (refused.code, "track.uri=none" in refused.error) == (2, True), refused.err
 
 
 @pytest.mark.long
-def test_a_database_whose_creation_was_killed_is_created_again(
-    trained: dict[str, Trained], tmp_path: Path
-) -> None:
-    database, run = tmp_path / "local" / "mlflow.db", trained["absent"].job
+def test_a_database_whose_creation_was_killed_is_created_again(trained: Trained, tmp_path: Path) -> None:
+    database, (run, _) = tmp_path / "local" / "mlflow.db", trained["absent"]
     uri = f"sqlite:///{database}"
     for size in (1, 200_000):
         command = [sys.executable, "-m", "pipeline", "sync", str(run.folder)]
@@ -148,30 +159,16 @@ def test_a_database_whose_creation_was_killed_is_created_again(
     assert [path.name for path in database.parent.glob("mlflow.db*")] == ["mlflow.db"]
 
 
-def test_a_server_that_accepts_everything_is_not_trusted_and_none_leaves_no_file(
-    trained: dict[str, Trained],
-) -> None:
-    with foreign_server() as (uri, _):
-        result = sync(trained["500"].job, MLFLOW_TRACKING_URI=uri)
-    assert result.code == 75
-    assert "not as MLflow does" in result.error
-    job = trained["none"].job
-    assert not {path.name for path in job.folder.iterdir()} & {"mlflow.json", "mlflow.lock", "sync.log"}
-    result = quick("sync", str(job.folder))
-    assert result.code == 2
-    assert "track.uri=none" in result.error
-
-
 def test_the_logged_model_takes_any_number_of_pictures_of_any_size(
-    trained: dict[str, Trained], delivered: dict[str, Result], server: Server, digits: Path
+    trained: Trained, delivered: dict[str, Result], server: Server, digits: Path
 ) -> None:
-    job = trained["silent"].job
-    (logged,) = server.models(job)
+    run, _ = trained["silent"]
+    (logged,) = server.models(run)
     mlflow.set_tracking_uri(server.uri)
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
     pictures = torch.stack([decode(file.read_bytes()) for file in files]).permute(0, 2, 3, 1)
-    expected = predict_probabilities(job.checkpoints()[-1], files)
+    expected = predict_probabilities(run.checkpoints()[-1], files)
     for size in (1, 5, 20):
         answer = np.concatenate([served.predict(part.numpy()) for part in pictures.split(size)])
         np.testing.assert_allclose(answer, expected, atol=5e-3)
@@ -188,7 +185,7 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
         tmp_path / "story", digits, server.uri, "track.report=true", "track.register=story-digits@best",
         "evaluate.every=4 steps", "track.experiment=story",
     )  # fmt: skip
-    result = run.start().wait()
+    result = run.run()
     assert result.code == 0, result.err
     assert "MLflow" not in result.err
     report = {path.name for path in (run.folder / "report").iterdir() if path.is_file()}
@@ -196,9 +193,11 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     (tmp_path / "second").mkdir()
     with Server(tmp_path / "second") as second:
         assert sync(run, MLFLOW_TRACKING_URI=second.uri).code == 0
-        tags, params = zip(*(check_story(place, run, report) for place in (server, second)), strict=True)
-    assert {**tags[0], **tags[1]}.keys() == tags[0].keys()
-    assert params[0] == params[1]
+        for place in (server, second):
+            check_story(place, run, report)
+        first, later = (place.run_of(run).data for place in (server, second))
+    assert later.tags.keys() <= first.tags.keys()
+    assert later.params == first.params
 
     best = read_rows(run.folder / "journal.jsonl")[-1]["best"]
     tops = []
@@ -209,8 +208,8 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     assert tops[0] == pytest.approx(tops[1], abs=1e-5)
 
 
-def check_story(server: Server, run: Job, report: set[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Check all that a server has of a run; return its tags and parameters."""
+def check_story(server: Server, run: Job, report: set[str]) -> None:
+    """Check all that a server has of a run."""
     found, client = server.run_of(run), server.client
     server.check_points(run)
     images = [Path(file.path).name for file in client.list_artifacts(found.info.run_id, "images")]
@@ -218,10 +217,8 @@ def check_story(server: Server, run: Job, report: set[str]) -> tuple[dict[str, s
     names = ("classes", "confusion", "reliability")
     assert figures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
     assert {Path(file.path).name for file in client.list_artifacts(found.info.run_id, "report")} == report
-    page = client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder))
-    assert Path(page).read_text() == (run.folder / "report" / "index.html").read_text(), (
-        "that of the finished run"
-    )
+    page = Path(client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder)))
+    assert page.read_text() == (run.folder / "report" / "index.html").read_text(), "of the finished run"
     note = found.data.tags["mlflow.note.content"]
     assert "finished: `done step=8" in note
     assert "pipeline train config.yaml" in note
@@ -233,7 +230,6 @@ def check_story(server: Server, run: Job, report: set[str]) -> tuple[dict[str, s
     (version,) = client.search_model_versions("name = 'story-digits'")
     assert client.get_model_version_by_alias("story-digits", "best").version == version.version
     assert f"system/{socket.gethostname()}/rss_mib" in found.data.metrics
-    return found.data.tags, found.data.params
 
 
 @pytest.mark.fault("D1")
@@ -241,13 +237,10 @@ def check_story(server: Server, run: Job, report: set[str]) -> tuple[dict[str, s
 def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     tmp_path: Path, digits: Path, server: Server, outage: int
 ) -> None:
-    rarely = ("evaluate.every=1000 epochs", "checkpoint.every=1000 epochs")
-    run = job(
-        tmp_path / "outage", digits, server.uri, "train.epochs=1000", "train.max_steps=none", *rarely
-    ).start()
-    run.wait_until(
-        lambda: server.runs(run) and server.run_of(run).data.metrics, "first point on the server", pause=0.3
-    )
+    words = ("train.epochs=1000", "train.max_steps=none", "evaluate.every=1000 epochs",
+             "checkpoint.every=1000 epochs")  # fmt: skip
+    run = job(tmp_path / "outage", digits, server.uri, *words).start()
+    run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "first point", pause=0.3)
     down = 1000 * time.time()
     server.kill()
     time.sleep(outage)
@@ -260,10 +253,11 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     assert "MLflow" not in stopped.err
 
     run.arguments.append(f"train.max_steps={run.step() + 3}")
-    assert run.start().wait().code == 0
-    assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, run.step() + 1))
+    assert run.run().code == 0
+    assert [row["step"] for row in run.trace()] == list(range(1, run.step() + 1))
     assert_complete(server, run)
-    times = [(row["time"], row["metrics"].get("time/step_ms")) for row in rows_with_metrics(run)]
+    rows = [row for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
+    times = [(row["time"], row["metrics"].get("time/step_ms")) for row in rows]
     with_it = statistics.median(step_ms for at, step_ms in times if step_ms and not down < at <= up)
     without = statistics.median(step_ms for at, step_ms in times if step_ms and down < at <= up)
     assert without <= with_it + 1000, "ms: a call that blocks would cost seconds"
@@ -282,7 +276,7 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
         return found.info.status, len(server.points(found))
 
     def has_new_points(before: int) -> bool:
-        if len(rows_with_metrics(run)) < 2 or not server.runs(run):
+        if not (run.journal("") and server.runs(run)):
             return False
         status, points = state()
         return status == "RUNNING" and points > before
@@ -303,7 +297,7 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
     assert "MLflow" not in stopped.err
     assert state()[0] == "KILLED"
 
-    assert run.start().wait().code == 0
+    assert run.run().code == 0
     assert server.run_of(run).info.run_id == first
     assert_complete(server, run)
 
@@ -311,18 +305,18 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
 @pytest.mark.full
 def test_the_last_delivery_may_take_longer_than_run_timeout(tmp_path: Path, digits: Path) -> None:
     with bad_servers() as uris:  # a silent server is given up after 7 s
-        result = job(tmp_path / "run", digits, uris["silent"], "run.timeout=5", nproc=2).start().wait()
+        result = job(tmp_path / "run", digits, uris["silent"], "run.timeout=5", nproc=2).run()
     assert (result.code, result.done["step"]) == (0, "8"), result.err
 
 
 def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, digits: Path) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
     run = job(tmp_path / "run", digits, uri, "track.required=true")
-    result = run.start().wait()
+    result = run.run()
     assert result.code == 2, result.err
     assert uri in result.error
     assert "Connection refused" in result.error
-    assert not rows_with_metrics(run)
+    assert not run.journal("")
 
 
 @pytest.mark.fault("H3")
@@ -444,46 +438,6 @@ def assert_complete(server: Server, job: Job) -> None:
     metrics = {metric.key for metric in server.client.get_logged_model(model.model_id).metrics}
     assert metrics >= {"val/top1", "val/loss"}
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
-
-
-def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:
-    tracker = [f"track.uri={uri}"] if uri else []
-    return tracked_job(folder, digits, *tracker, "train.epochs=1", "train.max_steps=8", *more, nproc=nproc)
-
-
-def run_timed(job: Job) -> Trained:
-    result = job.start().wait()
-    return Trained(job, result, time.time() - read_rows(job.folder / "journal.jsonl")[-1]["time"] / 1000)
-
-
-def sync(job: Job, **env: str) -> Result:
-    return quick("sync", str(job.folder), **env)
-
-
-def start_again(job: Job, server: Server) -> Result:
-    return quick(*job.train_words(), f"track.uri={server.uri}")
-
-
-def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
-    return [row for row in read_rows(job.folder / "journal.jsonl") if "metrics" in row]
-
-
-@contextmanager
-def bad_servers() -> Iterator[dict[str, str]]:
-    """Start a server of each bad kind and yield their addresses."""
-    answers = {
-        "500": (500, b"broken"),
-        "401": (401, b'{"error_code": "UNAUTHENTICATED"}'),
-        "malformed": (200, b'{"a": ['),
-    }
-    silent = socket.create_server(("127.0.0.1", 0))  # the kernel accepts connections, and nobody replies
-    with ExitStack() as running:
-        uris = {"absent": f"http://127.0.0.1:{free_port()}"}
-        uris["silent"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        for kind, (status, body) in answers.items():
-            uris[kind], _ = running.enter_context(foreign_server(status, lambda _, body=body: [body]))
-        yield uris
-    silent.close()
 
 
 @pytest.mark.full
