@@ -32,7 +32,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ class Run:
         self.case, self.cluster, self.given = case, cluster, given
         self.documents = render(given, *case.options)
         one(self.documents, "ConfigMap", "trainer")["data"]["RUN_DIR"] = f"/runs/{case.name}"
+        one(self.documents, "Job", "trainer")["spec"] |= case.job
         self.end = math.inf
 
     def wait(self, text: str, condition: Callable[[], Any], within_s: float = math.inf) -> Any:
@@ -113,6 +114,9 @@ class Run:
         pod: dict[str, Any] = self.wait(f"a pod of index {index}", living)[0]
         return pod
 
+    def patch(self, **spec: object) -> None:
+        self.cluster.kubectl("patch", "job", "trainer", "--patch", json.dumps({"spec": spec}))
+
 
 _LONGER = "make it longer, with train.epochs=60 in --render"
 
@@ -142,6 +146,33 @@ def evict(run: Run, index: int) -> list[float]:
     return run.disturb(lambda: run.cluster.evict(pod))
 
 
+def kill_rank(run: Run) -> list[float]:
+    code = (
+        "import os, pathlib\n"
+        "for p in pathlib.Path('/proc').glob('[0-9]*/environ'):\n"
+        "    if b'\\0RANK=' in b'\\0' + p.read_bytes(): os.kill(int(p.parent.name), 9); break\n"
+    )
+    run.wait_for_step(FAULT_STEP)
+    words = ("exec", run.pod(1)["metadata"]["name"], "--container", "trainer", "--", "python3", "-c", code)
+    return run.disturb(lambda: run.cluster.kubectl(*words))
+
+
+def evict_while_waiting(run: Run) -> list[float]:
+    """Evict pod 0 while it waits for pod 1, which the Job starts only with more parallelism."""
+
+    def is_waiting() -> bool:
+        statuses = run.pod(0)["status"].get("containerStatuses") or []
+        return any("running" in status["state"] for status in statuses)
+
+    run.wait("pod 0 to wait for pod 1", is_waiting)
+    pod = run.pod(0)["metadata"]["name"]
+    run.cluster.evict(pod)
+    # it does not use its grace period
+    run.wait("another pod 0", lambda: run.pod(0)["metadata"]["name"] != pod, 60)
+    run.patch(parallelism=2)
+    return []
+
+
 def shrink_and_grow(run: Run, step: int = FAULT_STEP) -> list[float]:
     """Delete pod 1: training continues on 1 node, and later on 2 again."""
     run.wait_for_step(step)
@@ -161,13 +192,10 @@ def shrink_and_grow(run: Run, step: int = FAULT_STEP) -> list[float]:
 
 
 def suspend(run: Run, step: int = FAULT_STEP) -> list[float]:
-    def patch(value: bool) -> None:
-        run.cluster.kubectl("patch", "job", "trainer", "--patch", json.dumps({"spec": {"suspend": value}}))
-
     run.wait_for_step(step)
-    patch(True)
+    run.patch(suspend=True)
     run.wait("the suspended pods to be gone", lambda: not any(map(is_active, run.cluster.pods())))
-    return run.disturb(lambda: patch(False))
+    return run.disturb(lambda: run.patch(suspend=False))
 
 
 def darken(run: Run, index: int, step: int = FAULT_STEP) -> list[float]:
@@ -222,6 +250,8 @@ class Case:
     reference: str = "no-fault"
     after: Callable[[Run], None] | None = None
     """Runs once the Job is complete."""
+    job: dict[str, Any] = field(default_factory=dict)
+    """Other fields of the Job's spec."""
 
 
 _EXACT = ("run.exact=true",)
@@ -232,8 +262,11 @@ CASES = {
         Case("no-fault", "the reference of the cases below"),
         Case("worker-deleted", "pod 1 deleted", partial(remove_pod, index=1)),
         Case("node-0-deleted", "pod 0 deleted", partial(remove_pod, index=0)),
+        Case("rank-killed", "a rank of pod 1 killed", kill_rank),
         Case("evicted", "pod 1 evicted, as by a drain", partial(evict, index=1)),
         Case("evicted-node-0", "pod 0 evicted", partial(evict, index=0)),
+        Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting,
+             job={"parallelism": 1}),
         Case("suspended", "the Job suspended and resumed, twice",
              partial(in_turn, faults=(suspend, partial(suspend, step=100)))),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),

@@ -347,7 +347,12 @@ def test_code_is_sent_verified_and_named_in_the_receipt(
     assert (words[0], words[-1]) == ("/archives", "/code")
     unpack(parts, words[1], target)
     unpacked = {str(path.relative_to(target)) for path in target.rglob("*")}
-    assert {name for name in unpacked if "__pycache__" not in name} == {"mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin"}
+    assert {name for name in unpacked if "__pycache__" not in name} == {
+        "mynet.py",
+        "pkg",
+        "pkg/__init__.py",
+        "pkg/table.bin",
+    }
     for container in others:
         env = {variable["name"]: variable["value"] for variable in container["env"]}
         assert env == {"PYTHONPATH": "/code", "PIPELINE_CODE": f"sha256:{words[1]}"}
