@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,22 @@ def overwrite(path: Path, offset: int) -> None:
     with open(path, "r+b") as file:
         file.seek(offset)
         file.write(b"\xff\xff")
+
+
+def measure_epochs(place: str) -> list[int]:
+    """Return the resident memory of this process after each of 8 epochs, in KiB."""
+    found, sizes = images(place), []
+    for _ in range(8):
+        read_all(found)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 10)
+    return sizes
+
+
+@pytest.mark.full
+def test_memory_stays_flat_over_epochs(place: str) -> None:
+    with get_context("spawn").Pool(1) as pool:
+        sizes = pool.apply(measure_epochs, (place,))
+    assert sizes[-1] - sizes[1] < 4096, sizes
 
 
 def test_credentials_that_are_away_for_a_moment_are_an_outage(
