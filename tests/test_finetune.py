@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from harness import SMALL, Job, assert_resumes, kill, quick
+from harness import SMALL, Job, assert_resumes, kill, quick, save_checkpoint
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from sklearn.utils.class_weight import compute_class_weight
@@ -250,6 +250,12 @@ def test_a_run_starts_with_weights_of_another(tmp_path: Path, digits: Path, firs
     assert after["fc.weight"].shape[0] == 7
     matching = [name for name in before if not re.search(r"^fc\.|running|num_", name)]
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in matching)
+
+    contents, own = first.contents(), "model.mean=[0.5,0.5,0.5] model.std=[0.25,0.25,0.25]"
+    config = from_yaml(contents["config"], "", own.split()).to_yaml()
+    run = save_checkpoint(tmp_path / "mean", contents | {"config": config}, 1)
+    with pytest.raises(RequestError, match=re.escape(f"add {own}")):
+        pretrained.read(Model(init=str(run)), build(Model(), 10))
 
     words = [*first.arguments[:-1], init, "model.freeze=backbone", "train.epochs=1", "run.seed=1"]
     uninterrupted = assert_resumes(tmp_path, [*words, "evaluate.every=6 steps"], 13)

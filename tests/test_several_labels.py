@@ -197,11 +197,12 @@ def test_all_that_a_run_leaves_knows_several_labels(alone: Job, digits: Path, tm
     assert f"step-{best['step']:08d}." in best_checkpoint(run).name
 
     assert quick("evaluate", run).out == line
+    thresholds = dict(zip(contents["classes"], contents["evaluation"]["thresholds"], strict=True))
     images = sorted(map(str, (digits / "val/3").iterdir()))[:4]
     for row in json.loads(quick("predict", run, *images, "--json").out)["predictions"]:
         shares = [answer["probability"] for answer in row["top"]]
         assert sum(shares) != pytest.approx(1, abs=0.05), "each is a probability of its own"
-        assert row["top"][0]["class"] in NAMES
+        assert all(answer["threshold"] == thresholds[answer["class"]] for answer in row["top"])
     assert "no probability differs" in quick("export", run, "--to", "safetensors").out
     page = render_page(folder)
     assert "Average precision of each class" in page
