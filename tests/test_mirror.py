@@ -49,6 +49,9 @@ class Mirrored(Job):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+MakeJob = Callable[..., Mirrored]
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Result:
     """Train without a mirror, undisturbed."""
@@ -56,7 +59,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Result:
 
 
 @pytest.fixture
-def make_job(tmp_path: Path, digits: Path, bucket: Bucket) -> Callable[..., Mirrored]:
+def make_job(tmp_path: Path, digits: Path, bucket: Bucket) -> MakeJob:
     def make(*words: str, name: str = "run", **env: str) -> Mirrored:
         mirror = f"checkpoint.mirror={bucket.place}/run"
         return Mirrored(tmp_path / name, ["digits", f"data.root={digits}", *WORDS, mirror, *words], env=env)
@@ -65,7 +68,12 @@ def make_job(tmp_path: Path, digits: Path, bucket: Bucket) -> Callable[..., Mirr
 
 
 def checkpoints(bucket: Bucket) -> list[str]:
+    """Return the names of the checkpoints in the mirror, the oldest first."""
     return [name.rpartition("/")[2] for name in bucket.names("run/checkpoints/")]
+
+
+def steps(bucket: Bucket) -> list[int]:
+    return [step_of(Path(name)) for name in checkpoints(bucket)]
 
 
 @pytest.mark.fault("K3", ci=1, long=10)
@@ -74,7 +82,7 @@ def checkpoints(bucket: Bucket) -> list[str]:
     [pytest.param(0, id="between uploads", marks=pytest.mark.long), pytest.param(150, id="while it uploads")],
 )
 def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
-    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy,
+    tmp_path: Path, make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy,
     expected: Result, seed: int, slow_ms: int, notes: Notes, full: bool,
 ) -> None:  # fmt: skip
     """Errors of the store, whose text may hold a credential, come with it."""
@@ -108,12 +116,12 @@ def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
 
 @pytest.mark.fault("K3")
 def test_an_upload_that_was_cut_off_is_never_resumed_from(
-    make_job: Callable[..., Mirrored], bucket: Bucket, expected: Result
+    make_job: MakeJob, bucket: Bucket, expected: Result
 ) -> None:
     """The checkpoint before it is used. Without any, nothing is restored or trained again."""
     job = make_job("checkpoint.keep=3")
     job.run()
-    newest = max(checkpoints(bucket), key=lambda name: step_of(Path(name)))
+    *_, newest = checkpoints(bucket)
     data = bucket.read(f"run/checkpoints/{newest}")
     bucket.write(f"run/checkpoints/{newest}", data[: len(data) // 2])
     shutil.rmtree(job.folder)
@@ -138,7 +146,7 @@ def test_an_upload_that_was_cut_off_is_never_resumed_from(
 @pytest.mark.fault("K2", ci=1, long=5)
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_store_that_is_away_costs_no_step_and_is_named_if_it_stays_away(
-    make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy, expected: Result, seed: int,
+    make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy, expected: Result, seed: int,
     returns: bool,
 ) -> None:  # fmt: skip
     job = make_job()
@@ -162,7 +170,7 @@ def test_a_store_that_is_away_costs_no_step_and_is_named_if_it_stays_away(
 @pytest.mark.fault("K4", ci=1, long=10)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGSTOP, 75)])
 def test_a_second_start_names_the_holder_and_replaces_a_dead_or_frozen_one_which_writes_nothing(
-    make_job: Callable[..., Mirrored], bucket: Bucket, seed: int, number: int, code: int
+    make_job: MakeJob, bucket: Bucket, seed: int, number: int, code: int
 ) -> None:
     first, second = (make_job("train.epochs=1000", name=name) for name in ("first", "second"))
     first.start().wait_for_step(random.Random(seed).randint(8, 30))
@@ -189,7 +197,7 @@ def test_a_second_start_names_the_holder_and_replaces_a_dead_or_frozen_one_which
 
 @pytest.mark.fault("K3")
 def test_a_run_none_of_whose_checkpoints_was_uploaded_begins_again_as_the_same_run(
-    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy
+    tmp_path: Path, make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     job = make_job(f"track.uri={uri}", "train.epochs=10")
@@ -205,7 +213,7 @@ def test_a_run_none_of_whose_checkpoints_was_uploaded_begins_again_as_the_same_r
     assert run.info.status == "FINISHED"
 
 
-def test_a_failure_is_known_on_an_empty_disk(make_job: Callable[..., Mirrored]) -> None:
+def test_a_failure_is_known_on_an_empty_disk(make_job: MakeJob) -> None:
     job = make_job("optimizer.lr=1e6", "schedule.name=constant")
     first = job.run()
     shutil.rmtree(job.folder)
@@ -222,11 +230,11 @@ def test_processes_of_a_launcher_share_one_mirror(tmp_path: Path, digits: Path, 
     job.clean()
     again = job.run()
     assert (again.code, "waiting up to" in again.err) == (0, False), again.err
-    assert max(step_of(Path(name)) for name in checkpoints(bucket)) == 40
+    assert max(steps(bucket)) == 40
 
 
 def test_a_finished_run_is_mirrored_and_known_on_an_empty_disk(
-    make_job: Callable[..., Mirrored], bucket: Bucket, expected: Result
+    make_job: MakeJob, bucket: Bucket, expected: Result
 ) -> None:
     job = make_job("checkpoint.keep=2")
     assert job.run().done == expected.done
@@ -255,7 +263,7 @@ def test_a_finished_run_is_mirrored_and_known_on_an_empty_disk(
 
 
 def test_machines_that_take_turns_send_each_metric_once(
-    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket
+    tmp_path: Path, make_job: MakeJob, bucket: Bucket
 ) -> None:
     """The second is lost before it saves, so that the first trains its steps again."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -266,7 +274,7 @@ def test_machines_that_take_turns_send_each_metric_once(
     stopped = first.stop()
     assert stopped.code == 75
     (step,) = re.findall(r"step (\d+) is saved", stopped.error)
-    assert [step_of(Path(name)) for name in checkpoints(bucket)] == [int(step)], "the end of the first"
+    assert steps(bucket) == [int(step)], "the end of the first"
     assert json.loads(bucket.read("run/lease.json"))["is_released"]
     client = MlflowClient(uri)
 
@@ -284,7 +292,7 @@ def test_machines_that_take_turns_send_each_metric_once(
     assert client.search_runs(["1"])[0].info.status == "FINISHED"
 
 
-def test_a_stalled_store_delays_no_stop(make_job: Callable[..., Mirrored], fault_proxy: FaultProxy) -> None:
+def test_a_stalled_store_delays_no_stop(make_job: MakeJob, fault_proxy: FaultProxy) -> None:
     job = make_job("train.epochs=1000", "checkpoint.every=1000 epochs", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="15")
     job.start().wait_for_step(10)
     fault_proxy.rates = {"stall": 1}  # for ever
@@ -293,7 +301,7 @@ def test_a_stalled_store_delays_no_stop(make_job: Callable[..., Mirrored], fault
     assert "lacks" in result.err
 
 
-def test_a_signal_ends_the_wait_for_a_lease(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+def test_a_signal_ends_the_wait_for_a_lease(make_job: MakeJob, bucket: Bucket) -> None:
     lease = Lease(Store(f"{bucket.place}/run"), "another folder")
     lease.take()
     lease.drop(is_released=False)  # as if its holder were dead
@@ -313,7 +321,7 @@ def step_5(job: Job) -> Path:
 
 @pytest.mark.fault("K3")
 def test_a_rollback_is_in_the_mirror_before_its_first_step(
-    make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy
+    make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy
 ) -> None:
     """Also if the store refuses to delete the checkpoints that no longer count."""
     job = make_job(*ROLLBACK, "train.max_steps=20").finished()
@@ -326,7 +334,7 @@ def test_a_rollback_is_in_the_mirror_before_its_first_step(
     assert len(job.starts()) == 1
     fault_proxy.only, fault_proxy.rates = "^DELETE .*/checkpoints/", {"403": 1}
     expected = rolled_back.finished().output()
-    assert 20 in {step_of(Path(name)) for name in checkpoints(bucket)}
+    assert 20 in steps(bucket)
     again = make_job(*ROLLBACK, "train.max_steps=12")
     for lost in (job.folder / "nothing", job.folder):
         shutil.rmtree(lost, ignore_errors=True)
@@ -340,7 +348,7 @@ def test_a_rollback_is_in_the_mirror_before_its_first_step(
 
 
 def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(
-    make_job: Callable[..., Mirrored], fault_proxy: FaultProxy
+    make_job: MakeJob, fault_proxy: FaultProxy
 ) -> None:
     for name in ("first", "second"):
         job = make_job(*ROLLBACK, "train.max_steps=20", name=name).finished()
@@ -407,7 +415,7 @@ def test_a_record_that_a_late_write_replaced_is_sent_again_at_the_end(
     assert bucket.read("run/journal.jsonl") == (tmp_path / "run/journal.jsonl").read_bytes()
 
 
-def test_a_restart_does_not_apply_run_resume_never_again(make_job: Callable[..., Mirrored]) -> None:
+def test_a_restart_does_not_apply_run_resume_never_again(make_job: MakeJob) -> None:
     job = make_job("train.max_steps=8", "run.resume=never", TORCHELASTIC_RUN_ID="job")
     expected = job.run().done
     for lost in (job.folder / "nothing", job.folder):
@@ -417,9 +425,7 @@ def test_a_restart_does_not_apply_run_resume_never_again(make_job: Callable[...,
         assert "already finished" in result.err
 
 
-def test_a_start_that_would_lose_the_mirrors_run_is_refused(
-    make_job: Callable[..., Mirrored], bucket: Bucket
-) -> None:
+def test_a_start_that_would_lose_the_mirrors_run_is_refused(make_job: MakeJob, bucket: Bucket) -> None:
     wrong = make_job("model.arch=nosuch", name="wrong")
     assert wrong.run().code == 2
     assert not wrong.folder.exists()
