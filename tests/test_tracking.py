@@ -6,8 +6,6 @@ import re
 import signal
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +24,6 @@ from harness import (
     before_each,
     children,
     command_line,
-    environment,
     free_port,
     kill,
     quick,
@@ -39,7 +36,7 @@ from server import Server, foreign_server, sync, tracked_job
 from test_predict import predict_probabilities
 
 from pipeline.addons.datasets.images import decode
-from pipeline.config.load import RECIPES, load
+from pipeline.config.load import RECIPES
 from pipeline.record.journal import Journal, read
 
 QUICK = ("absent", "500", "silent")
@@ -143,22 +140,6 @@ def test_without_a_tracker_no_file_of_one_is_left(trained: Trained) -> None:
     assert (refused.code, "track.uri=none" in refused.error) == (2, True), refused.err
 
 
-@pytest.mark.long
-def test_a_database_whose_creation_was_killed_is_created_again(trained: Trained, tmp_path: Path) -> None:
-    database, (run, _) = tmp_path / "local" / "mlflow.db", trained["absent"]
-    uri = f"sqlite:///{database}"
-    for size in (1, 200_000):
-        command = [sys.executable, "-m", "pipeline", "sync", str(run.folder)]
-        with subprocess.Popen(command, env=environment(MLFLOW_TRACKING_URI=uri)) as sender:
-            while not any(path.stat().st_size >= size for path in database.parent.glob("mlflow.db.*.part")):
-                assert sender.poll() is None
-                time.sleep(0.005)
-            sender.kill()
-        assert not database.exists()
-    assert sync(run, MLFLOW_TRACKING_URI=uri).code == 0
-    assert [path.name for path in database.parent.glob("mlflow.db*")] == ["mlflow.db"]
-
-
 def test_the_logged_model_takes_any_number_of_pictures_of_any_size(
     trained: Trained, delivered: dict[str, Result], server: Server, digits: Path
 ) -> None:
@@ -256,6 +237,9 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     assert run.run().code == 0
     assert [row["step"] for row in run.trace()] == list(range(1, run.step() + 1))
     assert_complete(server, run)
+    data = server.run_of(run).data
+    assert (data.params["train.max_steps"], data.tags["train.max_steps"]) == ("none", str(run.step()))
+    assert not [key for key in data.tags if key.startswith("data.")], "what did not change has no tag"
     rows = [row for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
     times = [(row["time"], row["metrics"].get("time/step_ms")) for row in rows]
     with_it = statistics.median(step_ms for at, step_ms in times if step_ms and not down < at <= up)
@@ -313,9 +297,7 @@ def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, dig
     uri = f"http://127.0.0.1:{free_port()}"
     run = job(tmp_path / "run", digits, uri, "track.required=true")
     result = run.run()
-    assert result.code == 2, result.err
-    assert uri in result.error
-    assert "Connection refused" in result.error
+    assert (result.code, uri in result.error, "Connection refused" in result.error) == (2, True, True)
     assert not run.journal("")
 
 
@@ -328,16 +310,13 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, se
         (tmp_path / "secretive.yaml").write_text(yaml.safe_dump(recipe))
         run = job(tmp_path / "run", digits, None, "train.max_steps=4")
         run.arguments[0] = str(tmp_path / "secretive.yaml")
-        run.start()
-        assert run.process
-        pid = run.process.pid
-        commands = run.wait_until(
+        (pid,) = run.start().ranks()
+        senders = run.wait_until(
             lambda: [line for line in map(command_line, children(pid)) if " sync " in line], "sender"
         )
         result = run.wait()
-    assert result.code == 0
-    assert "MLflow" not in result.err
-    assert CANARY not in " ".join(commands) + result.err + result.out
+    assert (result.code, "MLflow" in result.err) == (0, False), result.err
+    assert CANARY not in " ".join(senders) + result.err + result.out
     artifacts = (server.folder / "artifacts").rglob("*")
     for path in (server.folder / "mlflow.db", *artifacts, *run.folder.rglob("*")):
         assert path.is_dir() or CANARY.encode() not in path.read_bytes(), path
@@ -345,10 +324,8 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, se
     assert proxy.authorizations == {expected}
     assert server.run_of(run).info.status == "FINISHED"
 
-    result = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
-    assert result.code == 75
-    assert "Connection refused" in result.error
-    assert CANARY not in result.err
+    refused = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
+    assert (refused.code, "Connection refused" in refused.error, CANARY in refused.err) == (75, True, False)
 
 
 def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) -> None:
@@ -376,27 +353,31 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
 def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_receipt(
     tmp_path: Path, digits: Path
 ) -> None:
-    run = job(
-        tmp_path / "run", digits, f"sqlite:///{tmp_path}/mlflow.db", "evaluate.every=4 steps",
-        "checkpoint.every=4 steps", "track.every=1 steps", "train.max_steps=12",
-    )  # fmt: skip
-    run.prelude = before_each(
-        "pipeline.train.loop.save", "if words[0].state.step == 8: os.kill(os.getpid(), 9)"
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    words = (
+        "evaluate.every=4 steps",
+        "checkpoint.every=4 steps",
+        "track.every=1 steps",
+        "train.max_steps=12",
     )
-    assert run.start().wait().code == -signal.SIGKILL
+    run = job(tmp_path / "run", digits, uri, *words)
+    kill_at_8 = "if words[0].state.step == 8: os.kill(os.getpid(), 9)"
+    run.prelude = before_each("pipeline.train.loop.save", kill_at_8)
+    assert run.run().code == -signal.SIGKILL
     run.wait_gone(10)
     discarded = run.journal("val/", "train/loss")
     assert {step for step, _, _ in discarded} == set(range(1, 9))
     run.prelude, run.nproc = "", 2  # whose weights differ
-    assert run.start().wait().code == 0
+    run.finished()
 
-    evaluations = json.loads((run.folder / "receipt.json").read_text())["evaluations"]
-    receipt = {row["step"]: row for row in evaluations}
+    receipt = {
+        row["step"]: row for row in json.loads((run.folder / "receipt.json").read_text())["evaluations"]
+    }
     journal = {(key, step): value for step, key, value in run.journal("val/", "train/loss")}
     before = {step: value for step, key, value in discarded if key == "val/loss"}
     assert receipt[8]["loss"] == journal["val/loss", 8] != before[8]
     assert receipt[8]["train_loss"] == journal["train/loss", 8]
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client = mlflow.MlflowClient(uri)
     (found,) = client.search_runs(["1"])
     assert found.data.metrics["val/loss"] == receipt[12]["loss"]
     history = client.get_metric_history(found.info.run_id, "val/loss")
@@ -438,21 +419,3 @@ def assert_complete(server: Server, job: Job) -> None:
     metrics = {metric.key for metric in server.client.get_logged_model(model.model_id).metrics}
     assert metrics >= {"val/top1", "val/loss"}
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
-
-
-@pytest.mark.full
-def test_a_key_changed_by_a_resume_is_a_tag_next_to_the_first_parameter(tmp_path: Path) -> None:
-    folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db"
-    folder.mkdir()
-    rows = [{"time": 1, "event": "created", "run": "abc"}]
-    for epochs in (2, 3, 2):
-        rows.append({"time": len(rows), "event": "started", "tags": {}})
-        (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = load("digits", [f"run.dir={folder}", f"train.epochs={epochs}"])
-        (folder / "config.yaml").write_text(config.to_yaml())
-        quick("sync", str(folder))  # other parts lack what a real start writes
-        client = mlflow.MlflowClient(uri)
-        (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
-        assert run.data.params["train.epochs"] == "2"
-        assert run.data.tags.get("train.epochs", "2") == str(epochs)
-        assert not [key for key in run.data.tags if key.startswith("data.")], "what did not change has no tag"
