@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine import CPU, REVISION, ROOT, docker
@@ -92,6 +93,11 @@ class Project:
             return any(int(found) >= step for found in re.findall(r'"step": (\d+), "metrics"', text))
 
         wait_until(is_there, f"step {step}", 180)
+
+
+def inspect(container: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(docker("inspect", container))[0]
+    return found
 
 
 Popen = subprocess.Popen[bytes]
@@ -191,7 +197,7 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
         wait_until(lambda: list(uploaded), "checkpoint in the bucket", 180)
         stored.wait_for_step("mirrored", 40)
         stored.compose("kill", "trainer")
-        mounts = json.loads(docker("inspect", stored.container("trainer")))[0]["Mounts"]
+        mounts = inspect(stored.container("trainer"))["Mounts"]
         names = (mount["Name"] for mount in mounts if mount["Type"] == "volume")
         (volume,) = (name for name in names if re.fullmatch("[0-9a-f]{64}", name))  # it has no other name
         stored.compose("rm", "--force", "--volumes", "trainer")
@@ -202,7 +208,7 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
         _, (run,) = stored.mlflow_runs()
         assert run.info.status == "FINISHED"
         assert CANARY not in stored.logs("trainer") + stored.logs("store") + stored.logs("mlflow")
-        found = json.loads(docker("inspect", stored.container("store")))[0]
+        found = inspect(stored.container("store"))
         assert (found["Config"]["User"], found["HostConfig"]["ReadonlyRootfs"]) == ("10001:10001", True)
         assert CANARY not in docker("history", "--no-trunc", "ddp-pipeline-store")
     finally:
@@ -225,14 +231,17 @@ def test_docker_stop_saves_the_last_step(project: Project, seed: int) -> None:
     assert f"step {int(trained[-1])} is saved" in project.logs("trainer")
 
 
+def assert_unprivileged(host: dict[str, Any]) -> None:
+    assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]
+
+
 @pytest.mark.fault("H4", "C3")
 def test_a_container_has_minimal_privileges(project: Project) -> None:
     for service in ("trainer", "mlflow"):
-        found = json.loads(docker("inspect", project.container(service)))[0]
+        found = inspect(project.container(service))
         assert found["Config"]["User"] == "10001:10001"
-        host = found["HostConfig"]
-        assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
-        assert host["SecurityOpt"] == ["no-new-privileges:true"]
+        assert_unprivileged(found["HostConfig"])
         assert "docker.sock" not in json.dumps(found["Mounts"])
     status = project.run("cat", "/proc/self/status")
     assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
@@ -354,15 +363,14 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
             log += process.stderr.readline() or pytest.fail(log)
         (name,) = set(re.findall(r"rehearsal-[0-9a-f]{8}", log))
         nodes = docker("ps", "--quiet", "--filter", f"label=ddp-pipeline.rehearsal={name}").split()
-        hosts = [json.loads(docker("inspect", node))[0]["HostConfig"] for node in nodes]
+        hosts = [inspect(node)["HostConfig"] for node in nodes]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 75
     assert len(hosts) >= 2
     for host in hosts:
         assert min(host["Memory"], host["PidsLimit"]) > 0
-        assert host["ReadonlyRootfs"]
-        assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert_unprivileged(host)
     _assert_nothing_is_left(log)
 
 

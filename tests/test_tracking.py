@@ -354,13 +354,8 @@ def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_recei
     tmp_path: Path, digits: Path
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    words = (
-        "evaluate.every=4 steps",
-        "checkpoint.every=4 steps",
-        "track.every=1 steps",
-        "train.max_steps=12",
-    )
-    run = job(tmp_path / "run", digits, uri, *words)
+    every = ("evaluate.every=4 steps", "checkpoint.every=4 steps", "track.every=1 steps")
+    run = job(tmp_path / "run", digits, uri, *every, "train.max_steps=12")
     kill_at_8 = "if words[0].state.step == 8: os.kill(os.getpid(), 9)"
     run.prelude = before_each("pipeline.train.loop.save", kill_at_8)
     assert run.run().code == -signal.SIGKILL
@@ -370,9 +365,8 @@ def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_recei
     run.prelude, run.nproc = "", 2  # whose weights differ
     run.finished()
 
-    receipt = {
-        row["step"]: row for row in json.loads((run.folder / "receipt.json").read_text())["evaluations"]
-    }
+    evaluations = json.loads((run.folder / "receipt.json").read_text())["evaluations"]
+    receipt = {row["step"]: row for row in evaluations}
     journal = {(key, step): value for step, key, value in run.journal("val/", "train/loss")}
     before = {step: value for step, key, value in discarded if key == "val/loss"}
     assert receipt[8]["loss"] == journal["val/loss", 8] != before[8]
