@@ -1,6 +1,5 @@
 """A run with a mirror in a bucket continues on an empty disk, bit for bit, as one MLflow run."""
 
-import hashlib
 import json
 import os
 import random
@@ -9,7 +8,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +18,8 @@ from harness import SMALL, Job, Result, quick, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
-from pipeline.addons.store import mirror as mirrors
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.lease import Lease
-from pipeline.errors import RequestError
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 
@@ -372,54 +369,6 @@ def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(
     assert (result.out, "already finished" in result.err) == (expected, True), result.err
 
 
-@pytest.fixture
-def mirror(tmp_path: Path, bucket: Bucket, fault_proxy: FaultProxy) -> Iterator[mirrors.Mirror]:
-    """Return the mirror of a folder that holds no checkpoint yet."""
-    folder = RunFolder(tmp_path / "run")
-    folder.checkpoints.mkdir(parents=True)
-    folder.journal.write_text('{"event":"created","run":"r1"}\n')
-    opened = mirrors.Mirror(Store(f"{bucket.place}/run"), folder, "auto", lambda _: False)
-    yield opened
-    opened.close()
-
-
-def test_what_is_discarded_or_lost_here_stays_in_the_mirror_until_another_checkpoint_is_there(
-    tmp_path: Path, mirror: mirrors.Mirror, bucket: Bucket, fault_proxy: FaultProxy
-) -> None:
-    def save(step: int) -> Path:
-        data = bytes(1000 + step)
-        name = f"step-{step:08}.{hashlib.sha256(data).hexdigest()[:16]}.pt"
-        (tmp_path / "run/checkpoints" / name).write_bytes(data)
-        return tmp_path / "run/checkpoints" / name
-
-    late = save(20)
-    mirror._upload()
-    late.unlink()
-    early = save(5)
-    mirror.abandon_after(early)
-    fault_proxy.only, fault_proxy.rates = "^PUT .*/checkpoints/", {"403": 1}
-    with pytest.raises(RequestError):
-        mirror._upload()
-    assert checkpoints(bucket) == [late.name]
-    fault_proxy.rates = {}
-    mirror._upload()
-    assert checkpoints(bucket) == [early.name]
-    shutil.rmtree(tmp_path / "run")
-    mirror._upload()
-    assert checkpoints(bucket) == [early.name]
-
-
-def test_a_record_that_a_late_write_of_a_frozen_holder_replaced_is_sent_again(
-    tmp_path: Path, mirror: mirrors.Mirror, bucket: Bucket
-) -> None:
-    mirror._lease.is_from_another_folder = True
-    mirror._upload()
-    bucket.write("run/journal.jsonl", b"old")
-    mirror.start()
-    mirror.close()
-    assert bucket.read("run/journal.jsonl") == (tmp_path / "run/journal.jsonl").read_bytes()
-
-
 def test_a_start_that_would_lose_the_mirrors_run_is_refused(make_job: MakeJob, bucket: Bucket) -> None:
     wrong = make_job("model.arch=nosuch", name="wrong")
     assert wrong.run().code == 2
@@ -457,5 +406,4 @@ def test_a_foreign_lease_is_taken_over_once_it_is_old(
     lease.take()
     lease.drop(is_released=True)
     output = capfd.readouterr().err
-    assert f"took over checkpoint.mirror={bucket.place}" in output
-    assert "\x1b" not in output
+    assert (f"took over checkpoint.mirror={bucket.place}" in output, "\x1b" in output) == (True, False)
