@@ -224,7 +224,7 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     assert [row["step"] for row in run.trace()] == list(range(1, run.step() + 1))
     assert_complete(server, run)
     data = server.run_of(run).data
-    assert (data.params["train.max_steps"], data.tags["train.max_steps"]) == ("none", str(run.step()))
+    assert (data.params["train.max_steps"], data.tags["train.max_steps"]) == ("None", str(run.step()))
     assert not [key for key in data.tags if key.startswith("data.")], "what did not change has no tag"
     rows = [row for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
     times = [(row["time"], row["metrics"].get("time/step_ms")) for row in rows]
