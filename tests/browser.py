@@ -53,9 +53,8 @@ class Browser:
         self.requests: list[str] = []
         """Every URL that pages have requested, data: included, up to the last call."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {
-            "sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        }
+        attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
         self._call("Network.enable")
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
@@ -68,26 +67,23 @@ class Browser:
             if reply.get("method") == "Network.requestWillBeSent":
                 self.requests.append(reply["params"]["request"]["url"])
             if reply.get("id") == self._calls:
-                if "error" in reply:
-                    raise RuntimeError(f"{method}: {reply['error']['message']}")
+                assert "error" not in reply, f"{method}: {reply['error']['message']}"
                 return reply["result"]
 
     def _read(self) -> bytes:
         """Return the next message; each ends with NUL."""
         message = bytearray()
         while (byte := self._from.read(1)) != b"\0":
-            if not byte:
-                raise RuntimeError("the browser has ended")
+            assert byte, "the browser has ended"
             message += byte
         return bytes(message)
 
     def capture(
         self, url: str, width: int, height: int, clicks: tuple[str, ...], shows: tuple[str, ...]
     ) -> bytes:
-        """Return a page as PNG after it has stopped changing.
+        """Return a page as PNG once it has stopped changing.
 
-        First click on the elements with the texts `clicks`, and wait for the texts `shows`. Raise
-        RuntimeError if the page does not show them.
+        clicks: texts of elements to click on first. shows: texts to wait for.
         """
         self.open(url, width, height)
         for words in clicks:
@@ -114,10 +110,8 @@ class Browser:
     def _wait_for(self, condition: str) -> None:
         end = time.monotonic() + _TIMEOUT_S
         while not self.evaluate(condition):
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"false after {_TIMEOUT_S} s: {condition}; the page shows: {self.evaluate(_TEXT)}"
-                )
+            shown = f"false: {condition}; the page shows: {self.evaluate(_TEXT)}"
+            assert time.monotonic() < end, shown
             time.sleep(0.5)
 
     def evaluate(self, script: str) -> Any:

@@ -71,8 +71,7 @@ def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
     page.write_text(TERMINAL % f"<b>$ make train</b>\n{html.escape(output)}")
     browser.open(page.as_uri(), WIDTH, 100)
     box = "(({width, height}) => [width, height])(document.body.firstChild.getBoundingClientRect())"
-    size = browser.evaluate(box)
-    width, height = map(math.ceil, size)
+    width, height = map(math.ceil, browser.evaluate(box))
     save("terminal", browser.capture(page.as_uri(), width, height, (), ("done step=",)), out)
     report = scratch / "runs" / "digits" / "report" / "index.html"
     save("report-page", browser.capture(report.as_uri(), 1200, 1250, (), ("Confusion",)), out)
@@ -94,12 +93,8 @@ def save(name: str, screenshot: bytes, out: Path) -> None:
     reduced.save(out / f"{name}.png", optimize=True)
 
 
-def main() -> int:
-    out = Path(sys.argv[1])
-    program = find_program()
-    if program is None:
-        print(NO_BROWSER, file=sys.stderr)
-        return 2
+def main(out: Path) -> None:
+    program = find_program() or sys.exit(NO_BROWSER)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="screenshots-") as folder, contextlib.ExitStack() as running:
         scratch = Path(folder)
@@ -108,8 +103,7 @@ def main() -> int:
         newcomer(browser, scratch, out)
         server = running.enter_context(Server(scratch))
         capture_all(browser, server, train(scratch / "two-nodes", server), out)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(Path(sys.argv[1]))

@@ -101,10 +101,6 @@ class Server:
         points = [(row["step"], *item, row["time"]) for row in rows for item in row["metrics"].items()]
         assert self.points(self.run_of(job)) == sorted(points)
 
-    def last_step(self, job: Job) -> int:
-        points = self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss")
-        return max(point.step for point in points)
-
     def points(self, run: Run) -> list[tuple[int, str, float, int]]:
         """Return (step, key, value, timestamp) of all metrics of a run, sorted."""
         return sorted(
@@ -112,30 +108,6 @@ class Server:
             for key in run.data.metrics
             for point in self.client.get_metric_history(run.info.run_id, key)
         )
-
-
-def http_server(reply: Callable[[BaseHTTPRequestHandler], None]) -> ThreadingHTTPServer:
-    """Return a server that answers every request with `reply`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            reply(self)
-
-        do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    return ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-
-
-@contextlib.contextmanager
-def serving(server: ThreadingHTTPServer) -> Iterator[str]:
-    """Let a server answer in a thread; yield its address."""
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
 
 
 @contextlib.contextmanager
@@ -148,17 +120,25 @@ def foreign_server(
     """
     seen: list[tuple[str, str]] = []
 
-    def reply(request: BaseHTTPRequestHandler) -> None:
-        seen.append((request.path, request.headers.get("Authorization", "")))
-        # unread, it would reset the connection
-        request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        request.send_response(status)
-        for name, value in headers.items():
-            request.send_header(name, value)
-        request.end_headers()
-        with contextlib.suppress(OSError):
-            for part in answer(request.path):
-                request.wfile.write(part)
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("Authorization", "")))
+            # unread, it would reset the connection
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for part in answer(self.path):
+                    self.wfile.write(part)
 
-    with serving(http_server(reply)) as uri:
-        yield uri, seen
+        do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", seen
+        server.shutdown()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine import CPU, REVISION, ROOT, docker
@@ -31,16 +32,16 @@ EXACT = "run.deterministic=true checkpoint.every=10steps track.every=2steps"
 
 @dataclass
 class Project:
-    """A compose project with its own volumes and port."""
+    """A compose project with its own volumes."""
 
     name: str
-    port: int
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str]
     files: tuple[str, ...] = CPU
+    port: int = field(default_factory=free_port)
 
     def compose(self, *arguments: str, check: bool = True, **env: str) -> str:
-        variables = {"MLFLOW_PORT": str(self.port), "NPROC": "2", "SHM_SIZE": "256mb", **self.env, **env}
-        return docker("compose", "-p", self.name, *self.files, *arguments, check=check, **variables)
+        env = {"MLFLOW_PORT": str(self.port), "NPROC": "2", "SHM_SIZE": "256mb", **self.env, **env}
+        return docker("compose", "-p", self.name, *self.files, *arguments, check=check, **env)
 
     def container(self, service: str) -> str:
         return self.compose("ps", "--all", "--quiet", service).strip()
@@ -67,9 +68,9 @@ class Project:
     def down(self) -> None:
         self.compose("down", "--volumes", "--timeout", "0")
 
-    def run(self, entrypoint: str, *words: str, service: str = "trainer", check: bool = True) -> str:
+    def run(self, program: str, *words: str, service: str = "trainer", check: bool = True) -> str:
         """Return the output of a program in a new container of a service."""
-        new = ("run", "--rm", "--no-deps", "--entrypoint", entrypoint, service)
+        new = ("run", "--rm", "--no-deps", "--entrypoint", program, service)
         return self.compose(*new, *words, check=check)
 
     def request(self, method: str, path: str, **headers: str) -> http.client.HTTPResponse:
@@ -94,28 +95,15 @@ class Project:
         wait_until(is_there, f"step {step}", 180)
 
 
-Popen = subprocess.Popen[bytes]
+def inspect(container: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(docker("inspect", container))[0]
+    return found
 
 
 @pytest.fixture(scope="module")
-def layers(images: None) -> Iterator[tuple[Popen, Popen]]:
-    """Search all layers of the images for the secret, in the background: it takes a minute."""
-    patterns = ("--regexp", CANARY, "--regexp", TEXT_IN_LAYER)
-    search = ["grep", "--only-matching", "--fixed-strings", "--text", *patterns]
-    with (
-        subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saving,
-        subprocess.Popen(search, stdin=saving.stdout, stdout=subprocess.PIPE, text=True) as searching,
-    ):
-        yield saving, searching
-        saving.kill()
-        searching.kill()
-
-
-@pytest.fixture(scope="module")
-def project(images: None, layers: tuple[Popen, Popen]) -> Iterator[Project]:
+def project(images: None) -> Iterator[Project]:
     """Train the digits with the command of the README and return the compose project."""
-    env = {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION}
-    project = Project("pipeline-test", free_port(), env)
+    project = Project("pipeline-test", {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION})
     project.down()
     try:
         project.compose("up", "--detach", OVERRIDES=EXACT)
@@ -182,7 +170,7 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
         "s3", endpoint_url=f"http://127.0.0.1:{port}", aws_access_key_id=key, aws_secret_access_key=secret,
         region_name="us-east-1",
     ).Bucket("pipeline")  # fmt: skip
-    stored = Project("pipeline-test-s3", free_port(), env, files=(*CPU, "-f", "docker-compose.s3.yml"))
+    stored = Project("pipeline-test-s3", env, (*CPU, "-f", "docker-compose.s3.yml"))
     stored.compose("build", "store")
     stored.down()
     try:
@@ -191,7 +179,7 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
         wait_until(lambda: list(uploaded), "checkpoint in the bucket", 180)
         stored.wait_for_step("mirrored", 40)
         stored.compose("kill", "trainer")
-        mounts = json.loads(docker("inspect", stored.container("trainer")))[0]["Mounts"]
+        mounts = inspect(stored.container("trainer"))["Mounts"]
         names = (mount["Name"] for mount in mounts if mount["Type"] == "volume")
         (volume,) = (name for name in names if re.fullmatch("[0-9a-f]{64}", name))  # it has no other name
         stored.compose("rm", "--force", "--volumes", "trainer")
@@ -202,7 +190,7 @@ def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
         _, (run,) = stored.mlflow_runs()
         assert run.info.status == "FINISHED"
         assert CANARY not in stored.logs("trainer") + stored.logs("store") + stored.logs("mlflow")
-        found = json.loads(docker("inspect", stored.container("store")))[0]
+        found = inspect(stored.container("store"))
         assert (found["Config"]["User"], found["HostConfig"]["ReadonlyRootfs"]) == ("10001:10001", True)
         assert CANARY not in docker("history", "--no-trunc", "ddp-pipeline-store")
     finally:
@@ -225,19 +213,21 @@ def test_docker_stop_saves_the_last_step(project: Project, seed: int) -> None:
     assert f"step {int(trained[-1])} is saved" in project.logs("trainer")
 
 
+def assert_unprivileged(host: dict[str, Any]) -> None:
+    assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
+    assert host["SecurityOpt"] == ["no-new-privileges:true"]
+
+
 @pytest.mark.fault("H4", "C3")
 def test_a_container_has_minimal_privileges(project: Project) -> None:
     for service in ("trainer", "mlflow"):
-        found = json.loads(docker("inspect", project.container(service)))[0]
+        found = inspect(project.container(service))
         assert found["Config"]["User"] == "10001:10001"
-        host = found["HostConfig"]
-        assert (host["ReadonlyRootfs"], host["Privileged"], host["CapDrop"]) == (True, False, ["ALL"])
-        assert host["SecurityOpt"] == ["no-new-privileges:true"]
+        assert_unprivileged(found["HostConfig"])
         assert "docker.sock" not in json.dumps(found["Mounts"])
     status = project.run("cat", "/proc/self/status")
-    assert re.search(r"^CapEff:\s+0+$", status, re.MULTILINE)
-    assert re.search(r"^NoNewPrivs:\s+1$", status, re.MULTILINE)
-    assert re.search(r"^Uid:\s+10001\s+10001", status, re.MULTILINE)
+    for line in (r"CapEff:\s+0+", r"NoNewPrivs:\s+1", r"Uid:\s+10001\s+10001.*"):
+        assert re.search(rf"^{line}$", status, re.MULTILINE), line
     assert "Read-only file system" in project.run("touch", "/opt/x", check=False)
 
 
@@ -251,7 +241,7 @@ def test_the_image_has_the_prerequisites_of_torch_compile_and_packs(project: Pro
 
 @pytest.mark.fault("H3")
 def test_a_secret_in_the_environment_is_in_no_log_file_or_layer(
-    project: Project, expected: dict[str, str], layers: tuple[Popen, Popen]
+    project: Project, expected: dict[str, str]
 ) -> None:
     assert CANARY in docker("inspect", project.container("trainer")), "the trainer's environment has it"
     assert CANARY not in project.logs("trainer") + project.logs("mlflow")
@@ -260,9 +250,11 @@ def test_a_secret_in_the_environment_is_in_no_log_file_or_layer(
         assert project.run("grep", *options, CANARY, folder, service=service, check=False).strip() == ""
     for image in IMAGES:
         assert CANARY not in docker("history", "--no-trunc", image) + docker("inspect", image)
-    saving, searching = layers
-    assert set(searching.communicate()[0].split("\n")) == {TEXT_IN_LAYER, ""}
-    assert saving.wait() == 0
+    patterns = ("--regexp", CANARY, "--regexp", TEXT_IN_LAYER)
+    search = ["grep", "--only-matching", "--fixed-strings", "--text", *patterns]
+    with subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saving:  # takes a minute
+        found = subprocess.run(search, stdin=saving.stdout, capture_output=True, text=True, check=False)
+    assert (set(found.stdout.split("\n")), saving.returncode) == ({TEXT_IN_LAYER, ""}, 0)
 
 
 @pytest.mark.fault("H5")
@@ -320,16 +312,16 @@ def test_without_a_gpu_the_default_compose_file_reports_the_missing_driver(image
     assert 'could not select device driver "nvidia"' in page, "the documentation explains this error"
 
 
+REHEARSED = ("run.deterministic=true", "track.uri=none", "train.max_steps=60", "checkpoint.every=10 steps",
+             "track.every=2 steps")  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def two_processes(images: None) -> str:
     """Train with two processes in one container; return the `done` line, as two nodes must."""
     output = docker("run", "--rm", "--shm-size", "256m", "--read-only", "--tmpfs", "/tmp", "ddp-pipeline",
                     "train", "digits", "--nproc", "2", *REHEARSED)  # fmt: skip
     return next(line for line in output.splitlines() if line.startswith("done "))
-
-
-REHEARSED = ("run.deterministic=true", "track.uri=none", "train.max_steps=60", "checkpoint.every=10 steps",
-             "track.every=2 steps")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -354,15 +346,14 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
             log += process.stderr.readline() or pytest.fail(log)
         (name,) = set(re.findall(r"rehearsal-[0-9a-f]{8}", log))
         nodes = docker("ps", "--quiet", "--filter", f"label=ddp-pipeline.rehearsal={name}").split()
-        hosts = [json.loads(docker("inspect", node))[0]["HostConfig"] for node in nodes]
+        hosts = [inspect(node)["HostConfig"] for node in nodes]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 75
     assert len(hosts) >= 2
     for host in hosts:
         assert min(host["Memory"], host["PidsLimit"]) > 0
-        assert host["ReadonlyRootfs"]
-        assert (host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"])
+        assert_unprivileged(host)
     _assert_nothing_is_left(log)
 
 

@@ -54,15 +54,13 @@ def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
     assert not [*K8S.glob("*kustomization*")], "kubectl apply -f would fail on it"
 
 
-EXAMPLES = pytest.mark.parametrize("path", sorted((K8S / "examples").iterdir()), ids=lambda path: path.stem)
-
-
-@EXAMPLES
+@pytest.mark.parametrize("path", sorted((K8S / "examples").iterdir()), ids=lambda path: path.stem)
 def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[Document]) -> None:
+    text = path.read_text()
     claims = {d["metadata"]["name"] for d in defaults if d["kind"] == "PersistentVolumeClaim"} | {"archives"}
     images = {pod_of(one(defaults, *name))["containers"][0]["image"]
               for name in (("Job", "trainer"), ("Deployment", "mlflow"))}  # fmt: skip
-    for document in yaml.safe_load_all(path.read_text()):
+    for document in yaml.safe_load_all(text):
         assert document["metadata"]["namespace"] == "ddp-pipeline"
         if document["kind"] == "TrainingRuntime":  # kubernetes_validate has no schema for it
             check_runtime(document, pod_of(one(defaults, "Job", "trainer")))
@@ -71,6 +69,18 @@ def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[D
             if "template" in document["spec"]:
                 assert claims_of(pod_of(document)) <= claims
                 assert {container["image"] for container in containers(pod_of(document))} <= images
+
+    manifests = render(RenderOptions())
+    if replaced := re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split())):
+        del manifests[replaced[1]]
+    found = [d for manifest in (text, *manifests.values()) for d in yaml.safe_load_all(manifest)]
+    servers = [d["spec"]["template"]["metadata"]["labels"] for d in found if d["kind"] == "Deployment"]
+    services = [d for d in found if d["kind"] == "Service"
+                if any(d["spec"]["selector"].items() <= labels.items() for labels in servers)]  # fmt: skip
+    ports = {d["metadata"]["name"]: d["spec"].get("ports", []) for d in services}
+    addresses = {f"{name}:{entry['port']}" for name, entries in ports.items() for entry in entries}
+    called = set(re.findall(r"http://([\w-]+:\d+)", yaml.safe_dump_all(found)))
+    assert {"mlflow:5000"} <= called <= addresses, "each address has a Service, with pods"
 
 
 def check_runtime(runtime: Document, expected: Document) -> None:
@@ -91,26 +101,6 @@ def check_runtime(runtime: Document, expected: Document) -> None:
             assert ours[key] == usual[key]
     policy = runtime["spec"]["mlPolicy"]["torch"]["envInjection"]["targets"]
     assert policy == [{"jobName": "node", "containerNames": ["preflight"]}]
-
-
-@EXAMPLES
-def test_every_service_address_in_an_example_exists(path: Path) -> None:
-    text = path.read_text()
-    manifests = render(RenderOptions())
-    if replaced := re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split())):
-        del manifests[replaced[1]]
-    found = [d for manifest in (text, *manifests.values()) for d in yaml.safe_load_all(manifest)]
-    services = {
-        f"{d['metadata']['name']}:{port['port']}": d["spec"]["selector"]
-        for d in found
-        if d["kind"] == "Service"
-        for port in d["spec"].get("ports", [])
-    }
-    called = set(re.findall(r"http://([\w-]+:\d+)", yaml.safe_dump_all(found)))
-    assert "mlflow:5000" in called
-    assert called <= services.keys()
-    servers = [d["spec"]["template"]["metadata"]["labels"] for d in found if d["kind"] == "Deployment"]
-    assert all(any(services[name].items() <= labels.items() for labels in servers) for name in called)
 
 
 STORE = {"store": "s3://my-data/imagenet/", "store_endpoint": "https://s3.example.org:9000"}
@@ -309,25 +299,21 @@ def net(num_classes):
 """
 
 
-@pytest.fixture
-def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with a module, a package of two ConfigMaps, and what must not be sent."""
-    folder = tmp_path / "mine"
-    (folder / "pkg/__pycache__").mkdir(parents=True)
-    (folder / "mynet.py").write_text("from pkg import net\n")
-    (folder / "pkg/__init__.py").write_text(NET)
-    (folder / "pkg/table.bin").write_bytes(random.Random(0).randbytes(300_000))
-    for name in ("notes.txt", ".env", "pkg/.secret", "pkg/__pycache__/x.pyc"):
-        (folder / name).write_text("not sent")
-    (folder / "pkg/link").symlink_to("/etc/passwd")
-    monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test
-    return folder
-
-
 def test_code_is_sent_verified_and_named_in_the_receipt(
-    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A module, and a package of two ConfigMaps, are sent without what must not be."""
     monkeypatch.setattr("sys.path", [*sys.path])  # the model is found in the folder
+    monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test
+    code, parts, target = tmp_path / "mine", tmp_path / "parts", tmp_path / "code"
+    (code / "pkg/__pycache__").mkdir(parents=True)
+    (code / "mynet.py").write_text("from pkg import net\n")
+    (code / "pkg/__init__.py").write_text(NET)
+    (code / "pkg/table.bin").write_bytes(random.Random(0).randbytes(300_000))
+    for name in ("notes.txt", ".env", "pkg/.secret", "pkg/__pycache__/x.pyc"):
+        (code / name).write_text("not sent")
+    (code / "pkg/link").symlink_to("/etc/passwd")
+
     request = RenderOptions(code=str(code), overrides=("model.arch=mynet:net",))
     found = documents(request)
     os.utime(code / "mynet.py", (1, 1))
@@ -337,28 +323,25 @@ def test_code_is_sent_verified_and_named_in_the_receipt(
     (volume,) = [volume["projected"] for volume in pod["volumes"] if volume["name"] == "archives"]
     maps = [one(found, "ConfigMap", source["configMap"]["name"]) for source in volume["sources"]]
     assert len(maps) == 2
-    parts, target = tmp_path / "parts", tmp_path / "code"
     parts.mkdir()
     for name, text in (item for entry in maps for item in entry["binaryData"].items()):
         assert len(text) < 250_000, "with kubectl's annotation"
         (parts / name).write_bytes(b64decode(text))
     unpacker, *others = containers(pod)
-    words = unpacker["command"][5:]
-    assert (words[0], words[-1]) == ("/archives", "/code")
-    unpack(parts, words[1], target)
+    source, digest, *_, destination = unpacker["command"][5:]
+    assert (source, destination) == ("/archives", "/code")
+    unpack(parts, digest, target)
     unpacked = {str(path.relative_to(target)) for path in target.rglob("*")}
     assert {name for name in unpacked if "__pycache__" not in name} == {
-        "mynet.py",
-        "pkg",
-        "pkg/__init__.py",
-        "pkg/table.bin",
-    }
+        "mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin",
+    }  # fmt: skip
     for container in others:
         env = {variable["name"]: variable["value"] for variable in container["env"]}
-        assert env == {"PYTHONPATH": "/code", "PIPELINE_CODE": f"sha256:{words[1]}"}
+        assert env == {"PYTHONPATH": "/code", "PIPELINE_CODE": f"sha256:{digest}"}
         assert {"name": "code", "mountPath": "/code", "readOnly": True} in container["volumeMounts"]
     monkeypatch.setenv("PIPELINE_CODE", env["PIPELINE_CODE"])
-    assert provenance(load("digits", request.overrides), torch.device("cpu"))["code"] == f"sha256:{words[1]}"
+    receipt = provenance(load("digits", request.overrides), torch.device("cpu"))
+    assert receipt["code"] == f"sha256:{digest}"
     job = yaml.safe_load(render_sync(request, "digits")["sync-digits.yaml"])
     assert problems_alone(job) == []
     assert containers(pod_of(job))[0] == unpacker
@@ -367,7 +350,7 @@ def test_code_is_sent_verified_and_named_in_the_receipt(
     assert not {entry["metadata"]["name"] for entry in documents(request)} >= {maps[0]["metadata"]["name"]}
     (parts / "part-1").write_bytes(b"other")
     with pytest.raises(RequestError, match="SHA-256"):
-        unpack(parts, words[1], tmp_path / "other")
+        unpack(parts, digest, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 

@@ -32,17 +32,13 @@ def is_ready(port: str) -> bool:
     return False
 
 
-def main() -> int:
+def main() -> int | str:
+    """Show the runs until Ctrl-C; return the exit code, or an error."""
     runs, port = Path("runs"), sys.argv[1]
     if not (runs / "mlflow.db").exists():
-        print(f"there is no {runs / 'mlflow.db'} yet: train with 'make train' first", file=sys.stderr)
-        return 2
+        return f"there is no {runs / 'mlflow.db'} yet: train with 'make train' first"
     if is_ready(port):
-        print(
-            f"port {port} has a server already: stop it, or give another port: make ui PORT=5001",
-            file=sys.stderr,
-        )
-        return 2
+        return f"port {port} has a server already: stop it, or use another: make ui PORT=5001"
     server = subprocess.Popen(
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", port, "--workers", "1",
          "--backend-store-uri", f"sqlite:///{runs}/mlflow.db",
