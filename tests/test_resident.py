@@ -1,4 +1,4 @@
-"""Images that live on the training device; test_stream shows that each batch has the loader's bytes."""
+"""Images that live on the training device; test_stream compares each batch with the loader's."""
 
 import shutil
 import signal

@@ -233,13 +233,12 @@ class FailingMaker:
     """Kills its process at position 1, sleeps at 2, raises at 3. Labels are numbers of threads."""
 
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
-        match position:
-            case 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            case 2:
-                time.sleep(600)
-            case 3:
-                raise ConnectionResetError("mine")
+        if position == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if position == 2:
+            time.sleep(600)
+        if position == 3:
+            raise ConnectionResetError("mine")
         none, threads = torch.empty((0, 5)), torch.tensor([torch.get_num_threads()])
         return Batch(allocate(1, 2), threads, torch.tensor([position]), none, none, [])
 
