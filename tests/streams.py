@@ -16,21 +16,17 @@ from pipeline.data.batch import Batch
 from pipeline.data.interface import Source
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.group import Group
-from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
-from pipeline.model.architectures import build
-from pipeline.parallel import choose_strategy
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
-from pipeline.randomness import seed_network
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import SILENT
 from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.loop import Trainer
 from pipeline.train.records import Records
-from pipeline.train.state import TrainState
+from pipeline.train.session import build_state
 from pipeline.world import World
 
 
@@ -52,16 +48,20 @@ def prepare(root: Path, world: int, *overrides: str) -> tuple[Config, Plan, Sour
     return config, make_plan(config, World(size=world, local_size=world, cpus=2), source.size), source
 
 
+def train_batches(root: Path, *overrides: str) -> TrainBatches:
+    """Return the batches of one process, each made when it is asked for."""
+    config, plan, source = prepare(root, 1, *overrides)
+    return TrainBatches(source.train, config, plan, 0)
+
+
 def make_trainer(root: Path, *overrides: str) -> Trainer:
     """Return a trainer of one process on the CPU that records nothing."""
     config, plan, source = prepare(root, 1, *overrides)
-    seed_network(0, "weights")
-    strategy = choose_strategy(config, plan, build(config.model, 10), Group(World(), torch.device("cpu")))
-    timer = StepTimer()
-    state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    stop = StopRequest()
-    process = Process(strategy.group, SILENT, timer, Watchdog(300, Path(os.devnull), 0, stop), stop)
-    return Trainer(Job(config, plan, source, RunFolder(config.run_dir)), process, state, Records())
+    group, stop = Group(World(), torch.device("cpu")), StopRequest()
+    process = Process(group, SILENT, StepTimer(), Watchdog(300, Path(os.devnull), 0, stop), stop)
+    job = Job(config, plan, source, RunFolder(config.run_dir))
+    job, state = build_state(job, process, None, is_resumed=False)
+    return Trainer(job, process, state, Records())
 
 
 def stream(

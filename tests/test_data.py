@@ -20,9 +20,9 @@ import torch
 from faults.ledger import Notes
 from harness import quick, read_rows, refused
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from place import SMALL
-from streams import joined, prepare, stream
+from streams import joined, stream, train_batches
 from test_pack import encoded, photo
 
 from pipeline.addons.datasets import checksums, images, manifest
@@ -38,10 +38,8 @@ from pipeline.config.load import load
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.interface import OutageError, UnreadableError
-from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.loader import batches
 from pipeline.plan import DataSize
-
-PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)
 
 
 def small_png(shade: int = 0) -> bytes:
@@ -60,10 +58,8 @@ def fill(root: Path, *names: str | bytes) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return an image folder of two classes, five training and two validation images."""
-    train = [
-        f"train/{name}" for name in ("cat/1.png", "cat/2.PNG", "cat/more/3.jpeg", "dog/1.png", "dog/2.png")
-    ]
-    return fill(tmp_path / "images", *train, "val/cat/1.png", "val/dog/1.png")
+    images = "train/cat/1.png train/cat/2.PNG train/cat/more/3.jpeg train/dog/1.png train/dog/2.png"
+    return fill(tmp_path / "images", *images.split(), "val/cat/1.png", "val/dog/1.png")
 
 
 def names(split: Split) -> list[bytes]:
@@ -159,15 +155,15 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
     (tmp_path / "file").write_text("x")
     for place in ("run", "run", "file", "file"):
         assert len(open_index(folder, HoldOut(), tmp_path / place / "index", check_sizes=False).train) == 5
-        said = capsys.readouterr().err
-        assert said.count("\n") == (place == "file")
-        assert (
-            place == "run" or f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: " in said
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == (1 if place == "file" else 0)
+        assert all(
+            f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: " in line for line in said
         )
     assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
 
 
-# --- layouts
+# --- layouts and generated data
 
 
 def test_the_share_of_each_class_is_held_out(tmp_path: Path) -> None:
@@ -215,17 +211,11 @@ def test_a_wrong_layout_is_one_line(folder: Path, change: str, says: str) -> Non
     assert says.replace("{}", str(folder)) in line
 
 
-@pytest.mark.usefixtures("jpegtran")
-def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_path: Path) -> None:
+def test_data_without_an_image_to_validate_on_is_not_trained_on(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
     assert scan(root, HoldOut(0.5)).size == DataSize(40, 0, 40, "50 % of each class held out")
-    assert quick("data", "pack", str(root), str(tmp_path / "0"), "--val-split", "0").code == 0
-    for source, place in (("folder", root), ("pack", tmp_path / "0")):
-        result = quick("train", "digits", *SMALL, f"data.source={source}", f"data.root={place}")
-        assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
-
-
-# --- generated data sets
+    result = quick("train", "digits", *SMALL, "data.source=folder", f"data.root={root}")
+    assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
 
 
 def test_the_synthetic_source_follows_its_settings() -> None:
@@ -242,9 +232,8 @@ def test_the_synthetic_source_follows_its_settings() -> None:
 def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "made"
     words = ("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
-    assert quick(*words).code == 0
-    second = quick(*words)
-    assert (second.code, "already exists" in second.error) == (2, True)
+    first, second = quick(*words), quick(*words)
+    assert (first.code, second.code, "already exists" in second.error) == (0, 2, True)
     assert scan(out, HoldOut()).size == DataSize(13, 4, 4)
     assert os.listdir(tmp_path) == ["made"]
 
@@ -280,14 +269,10 @@ def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "codes"),
-    [
-        ("train/cat/pipe.png", (4, 0)),
-        (checksums.SUMS, (2, 2)),
-        (f"{manifest.CACHE}/{'0' * 16}.index", (0, 0)),
-    ],
-)
+PIPES = {"train/cat/pipe.png": (4, 0), "SHA256SUMS": (2, 2), f"{manifest.CACHE}/{'0' * 16}.index": (0, 0)}
+
+
+@pytest.mark.parametrize(("name", "codes"), PIPES.items())
 def test_a_named_pipe_is_not_waited_for(folder: Path, name: str, codes: tuple[int, int]) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     os.mkfifo(folder / name)
@@ -302,7 +287,7 @@ def test_a_flipped_bit_in_any_image_is_named(
     tmp_path: Path, notes: Notes, pytestconfig: pytest.Config
 ) -> None:
     count = 400 if pytestconfig.getoption("--faults") == "long" else 50
-    names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(count)]
+    names = sorted(f"train/{'ab'[number % 2]}/{number}.png" for number in range(count))
     root = fill(tmp_path / "images", *names, "val/a/1.png", "val/b/1.png")
     assert quick("data", "check", str(root), "--write-sums").code == 0
     rng = random.Random(1)
@@ -312,16 +297,15 @@ def test_a_flipped_bit_in_any_image_is_named(
         (root / name).write_bytes(data)
     result = quick("data", "check", str(root))
     assert result.code == 4
-    assert sorted(line.partition(":")[0] for line in result.err.splitlines()[1:-1]) == sorted(names)
+    assert sorted(line.partition(":")[0] for line in result.err.splitlines()[1:-1]) == names
     notes.note("E2", times=count)
 
 
 # --- image formats
 
-RGB = Image.fromarray(PIXELS)
+PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1)
+RGB = Image.fromarray(PIXELS.astype(np.uint8))
 MOVES = {"save_all": True, "append_images": [RGB.rotate(90, expand=False)]}
-TURNED = Image.Exif()
-TURNED[0x0112] = 6
 KINDS = {
     **{f"RGB {kind}": encoded(RGB, kind) for kind in ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "PPM", "GIF")},
     **{f"{mode} PNG": encoded(RGB.convert(mode), "PNG") for mode in ("L", "1", "P", "RGBA", "LA")},
@@ -330,7 +314,6 @@ KINDS = {
     "grey JPEG": encoded(RGB.convert("L"), "JPEG"),
     "palette PNG with a transparent colour": encoded(RGB.convert("P"), "PNG", transparency=3),
     "RGBA WebP": encoded(RGB.convert("RGBA"), "WEBP"),
-    "EXIF-rotated JPEG": encoded(RGB, "JPEG", exif=TURNED),
     "1 × 1 JPEG": encoded(RGB.crop((0, 0, 1, 1)), "JPEG"),
 }
 
@@ -339,7 +322,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_has_the_pixels_that_pillow_decodes(kind: str) -> None:
     pixels = decode(KINDS[kind])  # the format is detected from the content
-    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(KINDS[kind]))).convert("RGB"))
+    expected = np.asarray(Image.open(io.BytesIO(KINDS[kind])).convert("RGB"))
     assert (pixels.dtype, pixels.shape) == (torch.uint8, (3, *expected.shape[:2]))
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
 
@@ -453,11 +436,11 @@ def test_loaders_wait_for_a_missing_pack_and_return_the_same_batches(
     root, words = tmp_path / "pack", ("data.source=pack", "data.workers=2")
     make_pack(partly_bad, root, "lossless", 0.1)
     expected = stream(root, range(4), *words)
-    config, plan, source = prepare(root, 1, *words)
+    data = train_batches(root, *words)
     root.rename(tmp_path / "away")
     restore = threading.Timer(1.5, lambda: (tmp_path / "away").rename(root))
     restore.start()
-    loaded = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
+    loaded = list(batches(data, range(4), data.plan, pin=False))
     restore.join()
     found = [joined([batch]) for batch in loaded], {defect for batch in loaded for defect in batch.defects}
     assert found == expected
@@ -490,9 +473,10 @@ def test_bad_images_are_replaced_identically_at_any_number_of_ranks_and_workers(
     for world, workers, accumulate in ((1, 2, 1), (2, 0, 2), (4, 4, 1)):
         words = (f"data.workers={workers}", f"batch.accumulate={accumulate}")
         assert stream(partly_bad, range(3), *words, world=world) == (expected, defects)
-    rows = [pair for batch in expected for pair in zip(batch.ids, batch.labels, strict=True)]
-    assert all(label == sample // 40 for sample, label in rows if sample not in bad)
-    assert any(label != sample // 40 for sample, label in rows if sample in bad), "a replacement's own label"
+    rows = {pair for batch in expected for pair in zip(batch.ids, batch.labels, strict=True)}
+    others = {sample for sample, label in rows if label != sample // 40}
+    assert others, "a replacement has its own label"
+    assert others <= bad
 
 
 def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
@@ -521,15 +505,12 @@ def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Pat
     assert "8 of 80 training images cannot be decoded" in above.error
 
 
-def outcomes(data: bytes) -> list[bytes | None]:
-    """Return the pixels of some crops, or None for a bad image."""
-    found: list[bytes | None] = []
-    for top, left, height, width in ((0, 0, 97, 131), (0, 0, 9, 131), (30, 50, 41, 17)):
-        try:
-            found.append(Picture.open(data).region(top, left, height, width).numpy().tobytes())
-        except UnreadableError:
-            found.append(None)
-    return found
+def region(data: bytes, *crop: int) -> bytes | None:
+    """Return the pixels of a crop, or None for a bad image."""
+    try:
+        return Picture.open(data).region(*crop).numpy().tobytes()
+    except UnreadableError:
+        return None
 
 
 def test_simplejpeg_and_pillow_decode_the_same_and_print_nothing(
@@ -552,11 +533,12 @@ def test_simplejpeg_and_pillow_decode_the_same_and_print_nothing(
         made[f"{kind}, without an end"] = data[:-2]
         made[f"{kind}, surplus"] = data[:-2] + b"surplus" + data[-2:]
         made[f"{kind}, more behind"] = data + b"\xff\xda behind"
+    crops = ((0, 0, 97, 131), (0, 0, 9, 131), (30, 50, 41, 17))
     for kind, data in made.items():
-        found = outcomes(data)
+        found = [region(data, *crop) for crop in crops]
         with monkeypatch.context() as patch:
             patch.setattr(images, "simplejpeg", None)
-            assert found == outcomes(data), kind
+            assert found == [region(data, *crop) for crop in crops], kind
         if "an end" not in kind:  # Pillow may find all pixels in a file without an end
             assert (found[0] is None) == ("cut" in kind), kind
         assert len({pixels is None for pixels in found}) == 1, f"{kind}: it is bad whatever the crop"

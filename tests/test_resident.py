@@ -1,4 +1,4 @@
-"""Images that live on the training device: every batch has the bytes of the loader's."""
+"""Images that live on the training device; test_stream compares each batch with the loader's."""
 
 import shutil
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import SMALL, Job, assert_same, kill, refused
-from streams import make_trainer, prepare, stream
+from streams import make_trainer, train_batches
 from torchvision.transforms import v2
 
 from pipeline.addons.datasets.resident_images import load_images
@@ -15,7 +15,6 @@ from pipeline.addons.datasets.resident_limits import resident_bytes
 from pipeline.config.load import load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import MEAN_COLOUR, SampleKey, draw_erasing
-from pipeline.data.loader import TrainBatches
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.randomness import derive
@@ -23,22 +22,6 @@ from pipeline.record.terminal import SILENT
 from pipeline.world import World
 
 SHIFTS = ("augment.size=32", "augment.pad=4")
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["augment.flip=0.5", "augment.alternate_flips=true augment.repeats=2 augment.mixup=0.2 augment.cutmix=1",
-     "augment.erase=0.5 data.balance=uniform"],
-    ids=["flips", "views", "erasing"],
-)  # fmt: skip
-def test_every_global_batch_is_the_loaders(digits: Path, words: str) -> None:
-    steps = range(27, 31)  # over the end of an epoch
-    options = [*SHIFTS, *words.split()]
-    expected, _ = stream(digits, steps, *options, "data.resident=off", "data.workers=0")
-    for world, workers, accumulate in ((1, 2, 2), (2, 0, 1), (3, 1, 2)):
-        more = ("data.resident=on", f"data.workers={workers}", f"batch.accumulate={accumulate}")
-        assert stream(digits, steps, *options, *more, world=world)[0] == expected
-    assert stream(digits, steps[2:], *options, "data.resident=on")[0] == expected[2:]
 
 
 def test_the_boxes_that_are_erased_are_torchvisions() -> None:
@@ -78,9 +61,8 @@ def test_the_loader_reads_what_cannot_be_resident(
     root = shutil.copytree(digits, tmp_path / "images")
     if kind == "bad":
         next((root / "train").rglob("*.png")).write_text("text")
-    config, plan, source = prepare(root, 1, *SHIFTS)
-    config = config.replacing("run", timeout=0) if kind == "slow" else config
-    data, lines = TrainBatches(source.train, config, plan, 0), list[str]()
+    data, lines = train_batches(root, *SHIFTS), list[str]()
+    config = data.config.replacing("run", timeout=0) if kind == "slow" else data.config
     assert load_images(data, config, torch.device("cpu"), lines.append, lambda: kind == "stopped") is None
     assert lines == ([f"the loader reads the training images: {reason}"] if reason else [])
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_cuda import FakeStream
 from harness import children, kill
-from streams import GlobalBatch, joined, prepare, stream
+from streams import GlobalBatch, joined, stream, train_batches
 from torch.nn import functional
 
 from pipeline.addons.datasets.images import Picture
@@ -25,7 +25,7 @@ from pipeline.config.sections import Augment
 from pipeline.data import loader, workers
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.batch import Batch
-from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.loader import batches
 from pipeline.data.order import Order
 from pipeline.data.transfer import _to_gpu, to_device
 from pipeline.data.workers import Allocate
@@ -43,7 +43,10 @@ FEATURES = {
     "policy": "augment.policy=randaugment augment.erase=0.5 augment.mixup=0.2 augment.cutmix=1",
     "views and sizes": "augment.repeats=3 augment.size=96 augment.first_size=32"
     " augment.growth=[0.5epoch,1epoch] augment.mixup=0.2",
-    "shifts and flips": "augment.size=32 augment.pad=4 augment.alternate_flips=true augment.repeats=2",
+    "shifts and flips": "augment.size=32 augment.pad=4 augment.flip=0.5",
+    "shifted views": "augment.size=32 augment.pad=4 augment.alternate_flips=true augment.repeats=2"
+    " augment.mixup=0.2 augment.cutmix=1",
+    "shifts and erasing": "augment.size=32 augment.pad=4 augment.erase=0.5 data.balance=uniform",
     "uniform draws": "data.balance=uniform augment.repeats=2 augment.mixup=0.2",
     "draws by square roots": "data.balance=sqrt augment.repeats=2 augment.mixup=0.2",
 }
@@ -71,10 +74,15 @@ def test_every_global_batch_is_the_same_however_it_is_made(
     expected, _ = stream(digits, STEPS, *options, "data.workers=0")
     common = {batch.pixels for batch in expected} & {batch.pixels for batch in reference}
     assert len(common) == (0 if words else len(STEPS))
-    for world, num_workers, accumulate in ALL_WAYS if full and not words else WAYS:
-        more = (f"data.workers={num_workers}", f"data.prefetch={world}", f"batch.accumulate={accumulate}")
+    ways = ALL_WAYS if full and not words else WAYS
+    # images that are only shifted can live on the training device
+    residents = ("off", "on") if "augment.pad" in words else ("off",)
+    for resident, (world, num_workers, accumulate) in product(residents, ways):
+        more = (f"data.resident={resident}", f"data.workers={num_workers}", f"data.prefetch={world}",
+                f"batch.accumulate={accumulate}")  # fmt: skip
         assert stream(digits, STEPS, *options, *more, world=world)[0] == expected
-    assert stream(digits, STEPS[1:], *options, "data.workers=1")[0] == expected[1:]
+    last = (f"data.resident={residents[-1]}", "data.workers=1")
+    assert stream(digits, STEPS[1:], *options, *last)[0] == expected[1:]
 
 
 def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:
@@ -120,14 +128,13 @@ def test_classes_are_drawn_by_their_shares(balance: str, weights: tuple[int, ...
 
 
 def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Path) -> None:
-    config, plan, source = prepare(digits, 1, "augment.repeats=3")
-    batch = TrainBatches(source.train, config, plan, 0)[0]
+    data = train_batches(digits, "augment.repeats=3")
+    batch, plan = data[0], data.plan
     first, second, third = batch.ids.view(3, 16).tolist()
     assert first == second == third
     assert len(set(first)) == 16
     assert len({image.numpy().tobytes() for image in batch.images}) > 40, "some crops of 8 × 8 are equal"
-    config, once, source = prepare(digits, 1)
-    assert torch.equal(TrainBatches(source.train, config, once, 0)[0].images[:16], batch.images[:16])
+    assert torch.equal(train_batches(digits)[0].images[:16], batch.images[:16])
     draws = [Order(plan, 0).draws(step) for step in range(plan.steps_per_epoch)]
     pairs = [pair for ids, views in draws for pair in zip(ids.tolist(), views.tolist(), strict=True)]
     assert len(pairs) == len(set(pairs)) == 48 * plan.steps_per_epoch, "an epoch has every view once"
@@ -136,9 +143,8 @@ def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Pat
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_unchanged_on_a_gpu(digits: Path) -> None:
-    config, plan, source = prepare(digits, 1, "data.workers=2")
-    data = TrainBatches(source.train, config, plan, 0)
-    arrived = list(to_device(batches(data, STEPS, plan, pin=True), torch.device("cuda")))
+    data = train_batches(digits, "data.workers=2")
+    arrived = list(to_device(batches(data, STEPS, data.plan, pin=True), torch.device("cuda")))
     for step, batch in zip(STEPS, arrived, strict=True):
         assert batch.images.device.type == "cuda"
         assert torch.equal(batch.images.cpu(), data[step].images)
@@ -156,19 +162,17 @@ def test_a_gpu_gets_a_batch_before_the_loader_is_asked_for_the_next(monkeypatch:
 
 
 def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:
-    config, plan, source = prepare(digits, 1)
-    data = TrainBatches(source.train, config, plan, 0)
-    first = data[0]
+    data = train_batches(digits)
+    first, order = data[0], Order(data.plan, data.config.run.seed)
     sample = int(first.ids[0])
-    step = next(step for step in range(29, 58) if sample in Order(plan, config.run.seed).ids(step))
+    step = next(step for step in range(29, 58) if sample in order.ids(step))
     later = data[step]
     (row,) = (later.ids == sample).nonzero().flatten().tolist()
     assert not torch.equal(first.images[0], later.images[row])
 
 
 def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
-    config, plan, source = prepare(digits, 1)
-    batch = TrainBatches(source.train, config, plan, 0)[0]
+    batch = train_batches(digits)[0]
     rows = [
         hashlib.sha256(image.contiguous().numpy().tobytes() + label.to_bytes(8, "little")).digest()
         for image, label in zip(batch.images, batch.labels.tolist(), strict=True)
@@ -193,10 +197,10 @@ def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -
 @pytest.mark.fault("A5")
 def test_a_killed_loader_worker_costs_no_batch(digits: Path, reference: list[GlobalBatch]) -> None:
     # with more batches ahead, one may have made its last
-    config, plan, source = prepare(digits, 1, "data.workers=2", "data.prefetch=1")
+    data = train_batches(digits, "data.workers=2", "data.prefetch=1")
     before = set(children(os.getpid()))
     made = []
-    for batch in batches(TrainBatches(source.train, config, plan, 0), STEPS, plan, pin=False):
+    for batch in batches(data, STEPS, data.plan, pin=False):
         made.append(joined([batch]))
         if len(made) == 2:
             first, _ = sorted(set(children(os.getpid())) - before)
@@ -211,17 +215,16 @@ def memory_of_batches() -> set[str]:
 
 
 def test_a_batch_keeps_its_memory_as_long_as_something_refers_to_it(digits: Path) -> None:
-    config, plan, source = prepare(digits, 1, "data.workers=2")
-    data, held, seen = TrainBatches(source.train, config, plan, 0), [], set[str]()
+    data, held, seen = train_batches(digits, "data.workers=2"), [], set[str]()
     descriptors = len(os.listdir("/proc/self/fd"))
-    for step, batch in enumerate(batches(data, range(40), plan, pin=False)):
+    for step, batch in enumerate(batches(data, range(40), data.plan, pin=False)):
         seen |= memory_of_batches()
         if step % 5 == 0:
             held.append((step, batch.images[7:9]))
             assert len(os.listdir("/proc/self/fd")) <= descriptors + 2 * 3, "a pipe and what ends a worker"
     for step, images in held:
         assert torch.equal(images, data[step].images[7:9]), "it was not overwritten"
-    assert len(seen) <= len(held) + 2 * (plan.prefetch + 2), "the memory of the others was used again"
+    assert len(seen) <= len(held) + 2 * (data.plan.prefetch + 2), "the memory of the others was used again"
     del batch
     assert len(memory_of_batches()) == len(held), "and then given back"
 
@@ -230,13 +233,12 @@ class FailingMaker:
     """Kills its process at position 1, sleeps at 2, raises at 3. Labels are numbers of threads."""
 
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
-        match position:
-            case 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            case 2:
-                time.sleep(600)
-            case 3:
-                raise ConnectionResetError("mine")
+        if position == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if position == 2:
+            time.sleep(600)
+        if position == 3:
+            raise ConnectionResetError("mine")
         none, threads = torch.empty((0, 5)), torch.tensor([torch.get_num_threads()])
         return Batch(allocate(1, 2), threads, torch.tensor([position]), none, none, [])
 
