@@ -109,7 +109,7 @@ def _read_path(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     try:
         path = find_checkpoint(Path(text))
     except StorageError as error:
-        raise RequestError(f"run.resume={text} is not allowed: {error}", "auto | never | a checkpoint") from None
+        raise RequestError(f"run.resume={text}: {error.problem}", "auto | never | a checkpoint") from None
     newest = newest_verified(path.parent, log) if Path(text).is_dir() else None
     return newest or (path, read_verified(path))
 
