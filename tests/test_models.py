@@ -42,7 +42,7 @@ FAMILIES = {
     "xcit_nano_12_p16_224": {},
 }  # fmt: skip
 """timm's architectures, a family each, with the arguments that fit them to small images."""
-QUICK, FULL = "vit_tiny_patch16_224", "convnext_atto"
+QUICK, FULL = "vit_tiny_patch16_224", "mobilenetv3_small_050"
 OPTIMIZERS = {QUICK: "lamb", FULL: "muon"}
 
 NET = """\
