@@ -1,6 +1,7 @@
 """`predict` returns the model's predictions, names images that it cannot read, and continues."""
 
 import csv
+import fcntl
 import json
 import shutil
 from pathlib import Path
@@ -100,6 +101,9 @@ def test_a_bad_image_is_named_and_a_file_continued(run_dir: Path, image: Path, t
     again = predict(run_dir, photos, *words)
     assert again.out == f"{out}: 0 rows, 0 of them of bad images; it had {len(rows)}\n"
     assert out.read_text().startswith(shown.splitlines()[0])
+    with open(out, "a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        assert "another command writes it" in predict(run_dir, photos, *words, code=4).error
 
 
 def test_a_file_of_another_model_or_program_is_kept(run_dir: Path, image: Path, tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def _add_workers(parser: Parser) -> None:
 def _folder(options: argparse.Namespace) -> Path:
     place = _place(options.out or f"data/{options.kind}")
     if isinstance(place, Store):
-        raise RequestError(f"{place} is not a folder", "make it; 'pipeline data pack' copies it to a bucket")
+        remedy = "make it here; 'pipeline data pack' copies it into a bucket"
+        raise RequestError(f"{place} is not a folder", remedy)
     return place
 
 

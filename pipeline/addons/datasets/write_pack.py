@@ -257,7 +257,7 @@ def _write_index_and_summary(
             made.append(parse_json(data or b""))
         except ValueError as error:
             raise StorageError(
-                f"{shard.metadata_name} is damaged: {error}", "remove it; pack again"
+                f"{shard.metadata_name} is damaged ({error})", "remove it and pack again"
             ) from None
 
     def packed(name: str, split: Split) -> Split:

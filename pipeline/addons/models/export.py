@@ -59,7 +59,8 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str], *, t
     with torch.inference_mode():
         expected = original(pixels)
     if not expected.isfinite().all():
-        raise NotFiniteError(f"the logits of {source} are not finite on {description}: use another one")
+        problem = f"the logits of {source} are not finite on {description}"
+        raise NotFiniteError(f"{problem}: use another checkpoint")
     if takes_pixels:
         given, expected, tolerance = [pixels, *pixels[:, None]], expected.repeat(2, 1), _PIXELS_TOLERANCE
     else:

@@ -52,7 +52,8 @@ def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:
                 if out or not sys.stdout.isatty():
                     terminal.progress(f"{number:,} of {len(images):,} images")
     except OSError as error:
-        raise StorageError(f"--out {out} cannot be written: {error.strerror}") from None
+        reason = "another command writes it" if isinstance(error, BlockingIOError) else error.strerror
+        raise StorageError(f"--out {out} cannot be written: {reason}") from None
     if number and number == bad and not done:
         raise StorageError(f"none of {bad:,} images has a prediction: their rows say why (column defect)")
     return f"{out}: {number:,} rows, {bad:,} of them of bad images; it had {len(done):,}" if out else 0

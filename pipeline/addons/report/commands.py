@@ -36,7 +36,8 @@ def report(path: Path) -> str:
     if STARTED_BY_RUN in os.environ:
         folder.lock.join_holder()
     if not folder.journal.exists():
-        raise RequestError(f"{path} is not the folder of a run that has started", "give runs/digits, say")
+        remedy = "give one, such as runs/digits"
+        raise RequestError(f"{path} is not the folder of a run that has started", remedy)
     try:
         pictures = draw_report(folder, lambda line: print(line, file=sys.stderr))
         page = write_page(folder)
