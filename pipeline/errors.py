@@ -53,8 +53,7 @@ def count_of(number: int, noun: str, plural: str = "s") -> str:
 
 def list_first(items: list[str], limit: int) -> str:
     """Return the first `limit` items, separated by commas, and the number of the others."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+    return ", ".join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
 
 
 def nearest(word: str, words: Sequence[str], cutoff: float = 0.5) -> str:

@@ -119,8 +119,7 @@ class Schedule:
     def is_over(self, step: int, best: int) -> bool:
         """Return True if `step` is the last. best: the step of the best evaluation until then."""
         waited = step - max(best, self.warmup_steps, self.unfreeze_step)
-        is_out = self.patience > 0 and waited >= self.patience * self.evaluate_every
-        return step >= self.last_step or is_out
+        return step >= self.last_step or 0 < self.patience * self.evaluate_every <= waited
 
     def logs_at(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.last_step

@@ -84,10 +84,11 @@ def _is_full(config: pytest.Config) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _no_interface() -> Iterator[None]:
-    """Keep a test's process group from choosing the network interface of later tests' processes."""
+def _clean_environment() -> Iterator[None]:
+    """Keep what a test's process group, or its MLflow client, chose from later tests' processes."""
     yield
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    for name in ("GLOO_SOCKET_IFNAME", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+        os.environ.pop(name, None)
 
 
 @pytest.fixture

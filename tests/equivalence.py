@@ -32,8 +32,10 @@ STEPS = 20
 # A low LR: with the recipe's LR, 20 steps amplify one rounding error to 1e-2, which hides real
 # differences. Rounding errors are below 2e-5; other batch norm inputs give 7 times more. Another
 # model is compiled: torch.compile takes minutes for ShuffleNet's channel shuffle on a CPU.
-JOB = (*SMALL, "batch.global=96", "optimizer.lr=1e-4", "train.clip=1", "train.ema=0.9",
-       f"train.max_steps={STEPS}", f"evaluate.every={STEPS} steps")  # fmt: skip
+SIZE = ("augment.size=32", "evaluate.resize=32")
+JOB = (*SMALL, *SIZE, "model.arch=shufflenet_v2_x0_5", "batch.global=96", "optimizer.lr=1e-4",
+       "train.clip=1", "train.ema=0.9", f"train.max_steps={STEPS}",
+       f"evaluate.every={STEPS} steps")  # fmt: skip
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Batch norm's buffers, which training never reads; with DDP each process has its own."""
 SMALLER = ("data.source=synthetic", "data.root=auto", "data.num_images=48", "data.workers=0",

@@ -10,10 +10,12 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import importlib
 import itertools
 import json
 import logging
 import os
+import pkgutil
 import runpy
 import signal
 import sqlite3
@@ -29,9 +31,20 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+import pipeline
+
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
+_LIBRARIES = (
+    "matplotlib.figure",
+    "mlflow.pytorch",
+    "timm",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "torch.export",
+)
+"""Imported before the forks, with all of the pipeline."""
 
 
 def is_program(command: list[str]) -> bool:
@@ -69,7 +82,9 @@ class Forked:
         self.environment = environment
         room = {"ROOM": " " * 32768}  # over which a fork writes its environment
         self._server = subprocess.Popen(
-            [sys.executable, __file__, " " * _COMMAND_BYTES], stdin=subprocess.PIPE, env=environment | room
+            [sys.executable, __file__, " " * _COMMAND_BYTES],
+            stdin=subprocess.PIPE,
+            env=environment | room | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
         )
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory()
@@ -132,13 +147,13 @@ def make_database(path: Path) -> None:
 
 def _serve() -> None:
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # it would start threads
-    import torch.distributed.run  # noqa: F401 (import torch and ours once, before the forks)
     from mlflow.store.db import utils
+    from mlflow.utils import requirements_utils
 
-    import pipeline.addons.ops.doctor
-    import pipeline.operate.launch
-    import pipeline.train.session  # noqa: F401
-
+    found = (module.name for module in pkgutil.walk_packages(pipeline.__path__, "pipeline."))
+    for name in (*filter(lambda name: "__main__" not in name, found), *_LIBRARIES):
+        importlib.import_module(name)
+    requirements_utils._init_packages_to_modules_map()  # it looks at every file of every package
     make_tables = utils._initialize_tables
     utils._initialize_tables = lambda engine: (
         make_database(engine.url.database) if engine.dialect.name == "sqlite" else make_tables(engine)

@@ -46,8 +46,9 @@ DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
 # Small and fast, with all that makes bit-identical results hard: batch norm, momentum, an LR
 # schedule, augmentation.
 SMALL = (
-    "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.deterministic=true",
-    "run.trace=true", "track.uri=none", "track.every=3 steps", "track.report=false",
+    "model.arch=timm/test_efficientnet", "augment.size=16", "evaluate.resize=16", "batch.global=48",
+    "run.device=cpu", "run.deterministic=true", "run.trace=true", "track.uri=none",
+    "track.every=3 steps", "track.report=false",
 )  # fmt: skip
 
 

@@ -98,6 +98,7 @@ def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) 
     return result.out
 
 
+@pytest.mark.full
 def test_the_parts_for_a_gpu_run_on_the_cpu(tmp_path: Path, photos: Path) -> None:
     text = gpu_parts(tmp_path, photos, ("pack", "anatomy", "graphs", "cifar"))
     expected = (
@@ -122,10 +123,3 @@ def test_what_stops_and_resumes_a_run_is_checked(tmp_path: Path, photos: Path) -
         "loaded .*images/s",
     ):  # fmt: skip
         assert re.search(rf"^  {row}", text, re.MULTILINE), text
-
-
-def test_a_part_without_time_is_named() -> None:
-    text = bench("gpu", "--limit=3", "--only=anatomy", "--only=cifar", "run.device=cpu").out
-    assert re.search(r"^  anatomy +FAILED: not run, \d s are left$", text, re.MULTILINE)
-    assert "not run: give --cifar DIR" in text
-    assert "FAILED: anatomy" in text

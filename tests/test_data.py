@@ -218,17 +218,6 @@ def test_data_without_an_image_to_validate_on_is_not_trained_on(tmp_path: Path) 
     assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
 
 
-def test_the_synthetic_source_follows_its_settings() -> None:
-    words = ["data.source=synthetic", "data.num_images=30", "data.num_classes=4", "augment.size=32"]
-    source, again = (open_source(load("digits", words)) for _ in range(2))
-    assert (source.size, source.digest) == (DataSize(30, 8, 4), again.digest)
-    first = decode(source.train.read(5))
-    assert (first.shape, first.dtype) == ((3, 36, 36), torch.uint8)
-    assert torch.equal(first, decode(again.train.read(5)))
-    for other in (source.train.read(9), source.val.read(5)):  # of the same class
-        assert not torch.equal(first, decode(other))
-
-
 def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "made"
     words = ("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")

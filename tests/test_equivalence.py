@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from equivalence import PAGE, RECIPES, ROWS, Row, digest, measured, train, train_recipe
+from equivalence import PAGE, RECIPES, ROWS, SIZE, Row, digest, measured, train, train_recipe
 from harness import Job
 
 from pipeline.addons.models.compilation import missing_to_compile
@@ -60,7 +60,8 @@ def test_every_row_is_within_its_tolerance(rows: list[Row], tmp_path: Path, digi
 
 MakeJob = Callable[..., Job]
 # This model has dropout in addition to batch norm, which tests the network's own randomness.
-SHORT = ("model.arch=mobilenet_v3_small", "train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
+SHORT = ("model.arch=mobilenet_v3_small", *SIZE, "train.max_steps=12", "evaluate.every=12 steps",
+         "data.workers=2")  # fmt: skip
 WEIGHTS = {1: "2998ac8f76090e3b", 2: "0a23028d4bc37f41", 3: "8dba439ac8062dc1"}
 """The first 16 digits of the weights, by the number of processes."""
 

@@ -252,7 +252,7 @@ def test_an_override_or_checkpoint_that_does_not_fit_is_one_line(plain_run: Job,
     for words in ("model.arch=resnet50", "data.source=synthetic data.num_classes=20", "data.val_split=0.5"):
         assert words.split("=")[0] in evaluate_run(plain_run.folder, *words.split(), code=2).error
     changes: list[tuple[str, object, str]] = [
-        ("model", {"fc.weight": torch.zeros(1)}, "are not those of a shufflenet_v2_x0_5 with 10 classes"),
+        ("model", {"fc.weight": torch.zeros(1)}, "are not those of a timm/test_efficientnet with 10 classes"),
         ("config", None, "'config'"), ("classes", 5, "'classes'"), ("config", "recipe: [", "YAML"),
     ]  # fmt: skip
     for number, (name, value, says) in enumerate(changes):

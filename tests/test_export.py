@@ -127,7 +127,7 @@ def test_the_request_of_the_page_works_on_the_logged_model(run: Job, tmp_path: P
 def test_a_file_says_which_model_it_holds(run: Job, exported: Path) -> None:
     weights = json.loads((run.folder / "receipt.json").read_text())["done"].rpartition("weights=")[2]
     expected = {
-        "classes": json.dumps(list("0123456789")), "data": run.contents()["data"], "side": "32", "step": "1",
+        "classes": json.dumps(list("0123456789")), "data": run.contents()["data"], "side": "16", "step": "1",
         "thresholds": "null", "weights": weights,
     }  # fmt: skip
     session = onnxruntime.InferenceSession(exported / "onnx")
@@ -143,7 +143,7 @@ def test_a_file_says_which_model_it_holds(run: Job, exported: Path) -> None:
 
 def test_a_model_that_cannot_be_exported_leaves_no_file(run: Job, tmp_path: Path) -> None:
     contents = run.contents()
-    contents["average"]["fc.bias"].fill_(math.nan)
+    contents["average"]["classifier.bias"].fill_(math.nan)
     save_checkpoint(tmp_path / "broken", contents, 1)
     words = ("export", str(tmp_path / "broken"), "--to", "onnx")
     result = quick(*words, prelude="import sys; sys.modules['onnxscript'] = None", code=2)

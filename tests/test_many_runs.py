@@ -4,8 +4,7 @@ import signal
 import socket
 from pathlib import Path
 
-import pytest
-from harness import SMALL, Job, bench, quick
+from harness import Job, quick
 from server import Server, tracked_job
 
 
@@ -13,32 +12,18 @@ def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
     return tracked_job(folder, digits, f"track.uri={server.uri}", "train.max_steps=8", *more)
 
 
-@pytest.mark.full
-def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: Path, server: Server) -> None:
-    words = [word for word in SMALL if not word.startswith("track.uri")]
-    result = bench(
-        "top1", "digits", "--seeds", "2", f"data.root={digits}", "train.max_steps=4", "data.workers=0",
-        f"track.uri={server.uri}", "track.experiment=seeds", *words, cwd=tmp_path,
-    )  # fmt: skip
-    assert result.code == 0, result.err
-    experiment = server.client.get_experiment_by_name("seeds")
-    assert experiment
-    runs = {run.info.run_name: run for run in server.client.search_runs([experiment.experiment_id])}
-    (parent,) = runs.keys() - {"seed-0", "seed-1"}
-    for name in ("seed-0", "seed-1"):
-        assert runs[name].data.tags["mlflow.parentRunId"] == runs[parent].info.run_id
-    assert runs[parent].info.status == "FINISHED"
-
-
 def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, server: Server) -> None:
-    first = job(tmp_path / "first", digits, server).finished()
+    first = job(tmp_path / "first", digits, server, "track.parent=study").finished()
     before = server.run_of(first)
-    words = (f"run.resume={first.folder}", "train.max_steps=12", "checkpoint.keep=2")
+    words = ("track.parent=study", f"run.resume={first.folder}", "train.max_steps=12", "checkpoint.keep=2")
     after = server.run_of(job(tmp_path / "second", digits, server, *words).finished())
     changes = set(after.data.tags["changes"].split()) - set(before.data.tags["changes"].split())
     assert "train.max_steps=12" in changes
     assert "checkpoint.keep=2" not in changes
     before = server.run_of(first)
+    parent = before.data.tags["mlflow.parentRunId"]
+    assert after.data.tags["mlflow.parentRunId"] == parent
+    assert server.client.get_run(parent).info.status == "FINISHED"
     assert after.data.tags["continues"].startswith(f"first (run {before.info.run_id} of experiment ")
     assert before.data.tags["continued by"].startswith(f"second (run {after.info.run_id} of experiment ")
 

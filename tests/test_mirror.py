@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from faults.ledger import Notes
-from harness import SMALL, Job, Result, quick, read_rows
+from harness import SMALL, Job, Result, before_each, quick, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
@@ -197,6 +197,10 @@ def test_a_run_none_of_whose_checkpoints_was_uploaded_begins_again_as_the_same_r
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     job = make_job(f"track.uri={uri}", "train.epochs=10")
+    job.prelude += before_each("pipeline.addons.store.mirror.Mirror._upload", "time.sleep(3600)")
+    job.start().wait_until(lambda: MlflowClient(uri).search_runs(["1"]), "a run in MLflow", pause=0.2)
+    job.kill_with_disk()
+    job.prelude = SHORT_LEASE
     fault_proxy.only, fault_proxy.rates = "^P.*/checkpoints/", {"403": 1}
     job.start().wait_until(lambda: "run/journal.jsonl" in bucket.names(), "the journal", pause=0.2)
     job.wait_until(lambda: b'"saved"' in bucket.read("run/journal.jsonl"), "a save in it", pause=0.2)

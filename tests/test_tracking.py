@@ -15,6 +15,7 @@ from pathlib import Path
 import mlflow
 import numpy as np
 import pytest
+import timm
 import torch
 import yaml
 from harness import (
@@ -148,7 +149,7 @@ def test_the_logged_model_takes_any_number_of_pictures_of_any_size(
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
     pictures = torch.stack([decode(file.read_bytes()) for file in files]).permute(0, 2, 3, 1)
-    expected = predict_probabilities(run.checkpoints()[-1], files)
+    expected = predict_probabilities(run.checkpoints()[-1], files, 16, timm.create_model, "test_efficientnet")
     for size in (1, 5, 20):
         answer = np.concatenate([served.predict(part.numpy()) for part in pictures.split(size)])
         np.testing.assert_allclose(answer, expected, atol=5e-3)

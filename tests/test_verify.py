@@ -113,7 +113,7 @@ def test_a_repeated_run_or_part_is_identical_or_differs(uninterrupted: Job, copy
     change_receipt(copy, {"config.run.seed": 1})
     other = quick("verify", str(copy), "--steps", "8", code=1)
     assert other.out.startswith("differs: at step 4 weights is sha256:")
-    assert "at step 4 the first tensor to differ is model.conv1.0.weight (" in other.out
+    assert "at step 4 the first tensor to differ is model.conv_stem.weight (" in other.out
     assert "no change of software, threads or device is known" in other.out
 
 
@@ -153,12 +153,12 @@ def compared(run: Path, repetition: Job, start: int = 0) -> str:
 
 def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, uninterrupted: Job) -> None:
     contents = uninterrupted.contents()
-    contents["model"]["stage2.0.branch1.0.weight"][0, 0, 0, 0] += 1
+    contents["model"]["conv_stem.weight"][0, 0, 0, 0] += 1
     shutil.rmtree(copy / "checkpoints")
     digest, checksums = digest_and_checksums(contents["model"])
     changes = {"evaluations.2.weights": f"sha256:{digest}", "evaluations.2.tensors": checksums}
     change_receipt(copy, changes)
-    tensor = "at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ)"
+    tensor = "at step 12 the first tensor to differ is conv_stem.weight (1 of 88 differ)"
     assert tensor in compared(copy, uninterrupted)
     old = {f"evaluations.{row}.tensors": REMOVED for row in range(3)}
     facts = {f"{START}.torch": "1.0", f"{START}.commit": "other"}

@@ -55,8 +55,7 @@ def run_rank(
     rank.watchdog.start()
     try:
         # no name here refers to what is settled, so that training keeps no checkpoint in memory
-        trainer = session.set_up(rank.settle(checked, mirror))
-        return session.run(trainer)
+        return session.run(session.set_up(rank.settle(checked, mirror)))
     finally:
         rank.watchdog.stop()
 

@@ -33,9 +33,8 @@ def open_records(
 ) -> Records:
     """Return this process's records, once the start is recorded.
 
-    All processes call this together and raise together: RequestError or StorageError if the folder
-    cannot be written, RequestError if a required tracker is away, RunError if the mirror cannot
-    record a rollback.
+    All processes call and raise this together: RequestError or StorageError if the folder cannot be
+    written, RequestError if a required tracker is away, RunError if the mirror takes no rollback.
 
     resumed_from: the checkpoint. mirror: that of rank 0, which holds its lease.
     """
@@ -55,6 +54,8 @@ def open_records(
             facts = addon("run.provenance").facts(job, resumed_from, group.device)
             start = Start(state.step, resumed_from, facts, evaluated)
             records = _list_records(job, process, start, mirror)
+            if mirror:
+                mirror.announce()  # before the tracker: a start on another disk must be the same MLflow run
             for listener in records.listeners:
                 listener.started(start)
         except OSError as reason:

@@ -220,6 +220,7 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
     # 45 batches are evaluated, which takes long
     words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "data.workers=0",
+             "model.arch=shufflenet_v2_x0_5",
              f"train.max_steps={36 if full else 12}", "evaluate.every=6 steps", "evaluate.batch=8",
              "checkpoint.every=4 steps"]  # fmt: skip
     run = Job(tmp_path / "run", words, nproc=2)

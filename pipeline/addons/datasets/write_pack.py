@@ -90,8 +90,7 @@ def pack(root: Path, out: Path | Store, level_text: str, val_split: float, worke
     check_folder(root, str(root), "name an image folder")
     if isinstance(out, Path) and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(root)):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
-    index = scan(root, HoldOut(val_split))
-    return pack_source(sources.source_from_index(root, index), out, level, workers)
+    return pack_source(sources.source_from_index(root, scan(root, HoldOut(val_split))), out, level, workers)
 
 
 def open_level(text: str) -> Level:

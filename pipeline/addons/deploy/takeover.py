@@ -195,8 +195,7 @@ class Lock:
     def holder(self) -> str:
         """Return the holder's name, for messages. The holder itself must not call it."""
         # closing a descriptor of the file drops a lock of this process (POSIX)
-        line = self._read().partition(b"\n")[0].decode(errors="replace").strip()
-        return line or "another process"
+        return self._read().partition(b"\n")[0].decode(errors="replace").strip() or "another process"
 
     def _read(self) -> bytes:
         with contextlib.suppress(OSError):

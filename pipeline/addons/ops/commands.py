@@ -46,8 +46,7 @@ def add_commands(commands: Commands) -> None:
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.addons.ops.doctor import examine
 
-    sizes = options.world, options.nodes
-    return examine(options.recipe, options.overrides, *sizes, as_json=options.json)
+    return examine(options.recipe, options.overrides, options.world, options.nodes, as_json=options.json)
 
 
 def _step_range(text: str) -> tuple[int, int]:

@@ -96,6 +96,11 @@ class Mirror(Listener):
             self._lease.drop(is_released=True)
             raise
 
+    def announce(self) -> None:
+        """Upload the journal, which has the run's id, before MLflow has a run with it."""
+        with suppress(Exception):  # the thread tries again, and says why
+            self._send(self._folder.journal, self._folder.journal.name)
+
     def start(self) -> None:
         """Upload what is new now and after each save, in a thread. No-op after `close`."""
         if not self._is_closed:
