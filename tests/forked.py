@@ -36,7 +36,7 @@ import pipeline
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
-_LIBRARIES = "matplotlib.figure mlflow.pytorch timm torch._dynamo torch.distributed.run torch.export".split()
+_LIBRARIES = "matplotlib.figure mlflow.pytorch timm torch._dynamo torch.distributed.run torch.export"
 """Imported before the forks, with all of the pipeline."""
 
 
@@ -143,7 +143,7 @@ def _serve() -> None:
     from mlflow.utils import requirements_utils
 
     found = (module.name for module in pkgutil.walk_packages(pipeline.__path__, "pipeline."))
-    for name in (*filter(lambda name: "__main__" not in name, found), *_LIBRARIES):
+    for name in (*filter(lambda name: "__main__" not in name, found), *_LIBRARIES.split()):
         importlib.import_module(name)
     requirements_utils._init_packages_to_modules_map()  # it looks at every file of every package
     make_tables = utils._initialize_tables
