@@ -259,27 +259,27 @@ _ELASTIC = (*_EXACT, "--nodes", "1:2")
 CASES = {
     case.name: case
     for case in (
-        Case("no-fault", "the reference of the cases below"),
+        Case("no-fault", "no fault"),
         Case("worker-deleted", "pod 1 deleted", partial(remove_pod, index=1)),
         Case("node-0-deleted", "pod 0 deleted", partial(remove_pod, index=0)),
         Case("rank-killed", "a rank of pod 1 killed", kill_rank),
-        Case("evicted", "pod 1 evicted, as by a drain", partial(evict, index=1)),
+        Case("evicted", "pod 1 evicted", partial(evict, index=1)),
         Case("evicted-node-0", "pod 0 evicted", partial(evict, index=0)),
         Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting,
              job={"parallelism": 1}),
-        Case("suspended", "the Job suspended and resumed, twice",
+        Case("suspended", "suspended and resumed, twice",
              partial(in_turn, faults=(suspend, partial(suspend, step=100)))),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
-        Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"),
+        Case("exact-one-process", "exact, 1 process", None, (*_EXACT, "--nodes", "1"),
              "exact-one-process"),
-        Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow, _ELASTIC,
+        Case("elastic", "elastic: pod 1 deleted", shrink_and_grow, _ELASTIC,
              "exact-one-process"),
-        Case("in-turn", "elastic: pod 1 deleted, pod 0 deleted, its node frozen and thawed, suspended",
+        Case("in-turn", "elastic: pods 1 and 0 deleted, node frozen, suspended",
              partial(in_turn, faults=(partial(shrink_and_grow, step=8), partial(remove_pod, index=0, step=28),
                                       partial(darken, index=0, step=44), partial(suspend, step=66))),
              _ELASTIC, "exact-one-process"),
-        Case("dark-node-0", "the node of pod 0 frozen, later thawed", partial(darken, index=0), after=sync),
-        Case("dark-node-1", "the node of pod 1 frozen, later thawed", partial(darken, index=1), after=sync),
+        Case("dark-node-0", "node of pod 0 frozen", partial(darken, index=0), after=sync),
+        Case("dark-node-1", "node of pod 1 frozen", partial(darken, index=1), after=sync),
     )
 }  # fmt: skip
 

@@ -252,7 +252,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
 ) -> None:
     """Each node has a disk of its own. That of the new rank 0 has nothing of the run."""
     assert quick("data", "pack", str(digits), f"{bucket.place}/data").code == 0
-    length = ("run.exact=true", "train.epochs=100", "train.max_steps=40", "evaluate.every=1000 epochs")
+    length = ("run.exact=true", "train.epochs=100", "train.max_steps=80", "evaluate.every=1000 epochs")
     places = ("data.source=pack", f"data.root={bucket.place}/data", f"checkpoint.mirror={bucket.place}/run")
     disks = [tmp_path / f"disk-{number}" for number in range(3)]
     with Agents(tmp_path, digits, "2", *length, *places) as run:

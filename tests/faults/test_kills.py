@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness import (
+    SLOWER,
     SMALL,
     Job,
     assert_each_sample_once,
@@ -38,7 +39,7 @@ ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": 
 def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
     uri = f"sqlite:///{folder}.db" if is_tracked else "none"
     words = ["digits", f"data.root={digits}", *SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2",
-             "train.epochs=2", f"track.uri={uri}"]  # fmt: skip
+             "train.epochs=2", f"track.uri={uri}", SLOWER]  # fmt: skip
     return Job(folder, words, nproc=world)
 
 
@@ -181,9 +182,9 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
 def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     tmp_path: Path, digits: Path, seed: int, notes: Notes
 ) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "evaluate.every=1000 epochs", "train.max_steps=40"]
-    first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"]).finished()
-    words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs"]
+    words = ["digits", f"data.root={digits}", *SMALL, SLOWER, "evaluate.every=1000 epochs"]
+    first = Job(tmp_path / "first", [*words, "train.max_steps=10"]).finished()
+    words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs", "train.max_steps=40"]
     expected = Job(tmp_path / "uninterrupted", words).finished()
     draw = random.Random(seed)
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
@@ -219,8 +220,7 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     order = draw.sample(instants, len(instants))
     order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
     # 45 batches are evaluated, which takes long
-    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "data.workers=0",
-             "model.arch=shufflenet_v2_x0_5",
+    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "data.workers=0", SLOWER,
              f"train.max_steps={36 if full else 12}", "evaluate.every=6 steps", "evaluate.batch=8",
              "checkpoint.every=4 steps"]  # fmt: skip
     run = Job(tmp_path / "run", words, nproc=2)
