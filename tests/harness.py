@@ -50,8 +50,8 @@ SMALL = (
     "run.device=cpu", "run.deterministic=true", "run.trace=true", "track.uri=none",
     "track.every=3 steps", "track.report=false",
 )  # fmt: skip
-SLOWER = "model.arch=shufflenet_v2_x0_5"
-"""Another model, with steps and saves that are long enough to be hit by a fault."""
+SLOW = (*SMALL, "model.arch=shufflenet_v2_x0_5")
+"""Another model, whose steps and saves are long enough to be hit by a fault."""
 
 
 @dataclass

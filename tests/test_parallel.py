@@ -13,7 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import DONE, SMALL, Job, Result, assert_resumes, before_each, plan_of, quick, refused, two_nodes
+from harness import (
+    DONE,
+    SLOW,
+    SMALL,
+    Job,
+    Result,
+    assert_resumes,
+    before_each,
+    plan_of,
+    quick,
+    refused,
+    two_nodes,
+)
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
@@ -33,11 +45,10 @@ from pipeline.world import World
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
 FSDP = ("parallel=fsdp", *COMMON)
 STAGES = ("parallel=stages", *COMMON, "augment.mixup=0.2")
-ARCH = "model.arch=shufflenet_v2_x0_5"  # which parallel=stages can split
 
 
 def words(digits: Path, *more: str) -> list[str]:
-    return ["digits", f"data.root={digits}", *SMALL, ARCH, "train.max_steps=12", "evaluate.every=6 steps",
+    return ["digits", f"data.root={digits}", *SLOW, "train.max_steps=12", "evaluate.every=6 steps",
             "checkpoint.every=4 steps", *more]  # fmt: skip
 
 
@@ -61,7 +72,7 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
     assert abs(float(evaluated["top1"]) - float(expected["top1"])) <= 1 / 360
     contents = run.contents()
     assert evaluated["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
-    whole = build(load("digits", [*SMALL, ARCH]).model, 10).state_dict()
+    whole = build(load("digits", list(SLOW)).model, 10).state_dict()
     for part in ("model", "average"):
         assert list(contents[part]) == list(whole)
         assert contents[part]._metadata == whole._metadata, "and with the versions of its modules"
@@ -170,7 +181,7 @@ def test_stages_cost_about_the_same_and_no_more_than_there_are_layers() -> None:
 @pytest.mark.usefixtures("alone")
 def test_fsdp_predicts_before_it_trains_and_with_the_average_as_it_is_now() -> None:
     group, images = Group(World(), torch.device("cpu")), torch.randn(4, 3, 32, 32)
-    strategy = make_fsdp(group, ARCH, "train.ema=0.9")
+    strategy = make_fsdp(group, SLOW[-1], "train.ema=0.9")
     with torch.inference_mode():
         assert not strategy.make_predictor(strategy.model)(images).requires_grad
     with strategy.gradient_sync(0):

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness import (
-    SLOWER,
-    SMALL,
+    SLOW,
     Job,
     assert_each_sample_once,
     assert_same,
@@ -38,8 +37,8 @@ ROWS = {"one rank": "A1", "all ranks": "A2", "launcher": "A3", "inside a save": 
 
 def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
     uri = f"sqlite:///{folder}.db" if is_tracked else "none"
-    words = ["digits", f"data.root={digits}", *SMALL, f"checkpoint.every={EVERY} steps", "data.workers=2",
-             "train.epochs=2", f"track.uri={uri}", SLOWER]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SLOW, f"checkpoint.every={EVERY} steps", "data.workers=2",
+             "train.epochs=2", f"track.uri={uri}"]  # fmt: skip
     return Job(folder, words, nproc=world)
 
 
@@ -127,7 +126,7 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
     namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system gives no process namespace")
-    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=1 steps"])
+    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *SLOW, "checkpoint.every=1 steps"])
     train = shlex.join([sys.executable, "-m", "pipeline", *run.train_words()])
     (tmp_path / "agent").write_text(f"{train} 2>err &\n")
     (tmp_path / "start").write_text("sh agent\ntouch left\nexec sleep 60\n")
@@ -149,7 +148,7 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
 def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
     tmp_path: Path, digits: Path
 ) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL]
+    words = ["digits", f"data.root={digits}", *SLOW]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"]).finished()
     # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part
     # of the batch, which changes the loss by up to 7 %.
@@ -182,7 +181,7 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
 def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     tmp_path: Path, digits: Path, seed: int, notes: Notes
 ) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, SLOWER, "evaluate.every=1000 epochs"]
+    words = ["digits", f"data.root={digits}", *SLOW, "evaluate.every=1000 epochs"]
     first = Job(tmp_path / "first", [*words, "train.max_steps=10"]).finished()
     words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs", "train.max_steps=40"]
     expected = Job(tmp_path / "uninterrupted", words).finished()
@@ -220,7 +219,7 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     order = draw.sample(instants, len(instants))
     order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
     # 45 batches are evaluated, which takes long
-    words = ["digits", f"data.root={digits}", *SMALL, f"parallel={parallel}", "data.workers=0", SLOWER,
+    words = ["digits", f"data.root={digits}", *SLOW, f"parallel={parallel}", "data.workers=0",
              f"train.max_steps={36 if full else 12}", "evaluate.every=6 steps", "evaluate.batch=8",
              "checkpoint.every=4 steps"]  # fmt: skip
     run = Job(tmp_path / "run", words, nproc=2)

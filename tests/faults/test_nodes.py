@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SLOWER, SMALL, Job, assert_same, command_line, kill, read_rows, wait_until
+from harness import SHARING, SLOW, Job, assert_same, command_line, kill, read_rows, wait_until
 
 from faults.ledger import Notes
 from faults.nodes import BIN, Nodes, missing
@@ -25,7 +25,7 @@ ROWS = {"a rank killed": "A1", "node 0 killed": "G3", "node 1 killed": "G3", "a 
 
 
 def job(folder: Path, digits: Path, *more: str) -> Nodes:
-    words = (f"data.root={digits}", *SMALL, SLOWER, "train.epochs=100", f"train.max_steps={STEPS}",
+    words = (f"data.root={digits}", *SLOW, "train.epochs=100", f"train.max_steps={STEPS}",
              "evaluate.every=1000 epochs", f"checkpoint.every={EVERY} steps")  # fmt: skip
     return Nodes(folder / "job", *words, *more)
 

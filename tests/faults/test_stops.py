@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from harness import SMALL, Job, assert_same, before_each, children, command_line, kill, quick, wait_until
+from harness import SLOW, Job, assert_same, before_each, children, command_line, kill, quick, wait_until
 
 from faults.ledger import Notes
 from pipeline.errors import RunError, TemporaryError
@@ -23,7 +23,7 @@ EPOCH = 29  # steps
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", f"data.workers={2 * nproc}",
+    words = ["digits", f"data.root={digits}", *SLOW, "train.epochs=2", f"data.workers={2 * nproc}",
              "checkpoint.every=10 steps", "evaluate.batch=2"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=nproc)
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, kill, pipeline, quick, read_rows
+from harness import SLOW, Job, kill, pipeline, quick, read_rows
 from place import SMALL as PLACE
 from place import Place
 
@@ -18,7 +18,7 @@ from pipeline.record.checkpoint_files import read_verified, step_of
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "data.workers=0", "checkpoint.keep=2",
+    words = ["digits", f"data.root={digits}", *SLOW, "train.epochs=2", "data.workers=0", "checkpoint.keep=2",
              "train.max_steps=40", "checkpoint.every=3 steps", "evaluate.every=1000 steps"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=nproc)
 
