@@ -24,6 +24,7 @@ from harness import (
     Job,
     assert_each_sample_once,
     assert_same,
+    before_each,
     children,
     environment,
     free_port,
@@ -115,11 +116,11 @@ class Agents(Job):
                         "--rdzv-id=test"]  # fmt: skip
         self.running: list[forked.Process] = []
 
-    def start(self) -> "Agents":
+    def start(self, prelude: str = "") -> "Agents":
         """Start one more agent."""
         log = self.folder.parent / f"agent-{len(self.logs)}.log"
         command = [*torchrun(1, *self.options)[2:], *self.train_words()]
-        self.running.append(forked.server().start(command, environment(), (log, log), SOONER))
+        self.running.append(forked.server().start(command, environment(), (log, log), SOONER + prelude))
         self.process = self.running[0]
         self.logs.append(log)
         return self
@@ -180,6 +181,14 @@ def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Pa
     whole = Job(tmp_path / "whole", until).finished()
     assert run.trace() == whole.trace(), "the same samples in the same order, of the same pixels"
     assert Job(run.folder, until).run().out == whole.output()
+
+
+def test_a_node_that_is_lost_before_its_ranks_start_costs_a_round_only(tmp_path: Path, digits: Path) -> None:
+    with Agents(tmp_path, digits, "1:2", "train.epochs=1000") as agents:
+        function = "pipeline.addons.deploy.rendezvous._are_all_here"
+        agents.start().start(before_each(function, "os.kill(os.getpid(), 9)"))
+        agents.wait_for_world(1)
+    assert "was lost before it began" in agents.log()
 
 
 def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(

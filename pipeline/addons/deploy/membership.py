@@ -95,6 +95,8 @@ class Membership:
                 return f"{nodes[key].host} {verb}"
             if present[key].is_waiting and present[key].round == number:
                 return f"{present[key].host} has stopped its ranks"
+            if present[key].round != number and now - present[key].heard > _FRESH_S:
+                return f"{present[key].host} was lost before it began"
         new = [key for key in present if key not in members]
         is_settled = bool(new) and now - max(present[key].arrived for key in new) >= _SETTLE_S
         if is_settled and self._largest(len(members) + len(new)) > len(members):

@@ -215,7 +215,11 @@ class Rendezvous(OpenRendezvous):
                 raise SystemExit(OK)
             if answer and not answer["over"]:
                 if link.key in answer["members"] and answer["number"] > link.state.round:
-                    break
+                    store = PrefixStore(str(answer["number"]), link.agent_store)
+                    link.state = replace(link.state, round=answer["number"], is_waiting=False)
+                    if _are_all_here(store, link, answer):
+                        break
+                    link.state = replace(link.state, is_waiting=True)
                 started = now  # the others train: a spare node waits without limit
             waited = f"{now - started:.0f} s of {self._join_timeout_s} s"
             lacking = answer.get("waiting") or f"{self._endpoint[0]} ({link.error or 'no answer'})"
@@ -224,8 +228,6 @@ class Rendezvous(OpenRendezvous):
             if now - logged >= _LOG_EVERY_S:
                 _log(f"waiting for {lacking}, {waited}")
                 logged = now
-        link.state = replace(link.state, round=answer["number"], is_waiting=False)
-        store = PrefixStore(str(answer["number"]), link.agent_store)
         rank, size = answer["members"].index(link.key), len(answer["members"])
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(*answer["master"]))
 
@@ -321,6 +323,21 @@ def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     return lambda parameters: (
         LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
     )
+
+
+def _are_all_here(store: PrefixStore, link: _Link, answer: dict[str, Any]) -> bool:
+    """Wait until all members of the answer's round have come; return False if it ends before.
+
+    A node that is lost while it waits may be chosen. torchrun would wait for its ranks, and fail.
+    """
+    with suppress(RuntimeError):  # the leader is lost
+        store.set(f"here/{link.key}", "")
+        while not store.check([f"here/{key}" for key in answer["members"]]):
+            if link.is_lost or link.answer["over"] or link.answer["number"] != answer["number"]:
+                return False
+            time.sleep(0.02)
+        return True
+    return False
 
 
 def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:
