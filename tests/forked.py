@@ -15,7 +15,6 @@ import itertools
 import json
 import logging
 import os
-import pkgutil
 import runpy
 import signal
 import sqlite3
@@ -36,7 +35,13 @@ import pipeline
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
-_LIBRARIES = "matplotlib.figure mlflow.pytorch timm torch._dynamo torch.distributed.run torch.export"
+_LIBRARIES = """
+    PIL.JpegImagePlugin alembic.config alembic.command matplotlib.figure mlflow.pyfunc mlflow.pytorch networkx
+    mlflow.store.tracking.sqlalchemy_workspace_store mlflow.tracing.processor.otel opentelemetry.sdk.metrics
+    sqlalchemy.dialects.sqlite sympy.tensor.tensor timm torch._dynamo torch._export.non_strict_utils
+    torch._export.serde.serialize torch._inductor.ir torch.distributed.run torch.export._trace
+    torch.export.pt2_archive._package
+"""
 """Imported before the forks, with all of the pipeline."""
 
 
@@ -142,8 +147,9 @@ def _serve() -> None:
     from mlflow.store.db import utils
     from mlflow.utils import requirements_utils
 
-    found = (module.name for module in pkgutil.walk_packages(pipeline.__path__, "pipeline."))
-    for name in (*filter(lambda name: "__main__" not in name, found), *_LIBRARIES.split()):
+    root = Path(pipeline.__file__).parents[1]
+    found = (".".join(path.relative_to(root).with_suffix("").parts) for path in root.glob("pipeline/**/*.py"))
+    for name in (*_LIBRARIES.split(), *filter(lambda name: "__" not in name, found)):
         importlib.import_module(name)
     requirements_utils._init_packages_to_modules_map()  # it looks at every file of every package
     make_tables = utils._initialize_tables
