@@ -124,9 +124,6 @@ class Schedule:
     def logs_at(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.last_step
 
-    def watches_at(self, step: int) -> bool:
-        return self.watch_every > 0 and step % self.watch_every == 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSizes:

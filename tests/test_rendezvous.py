@@ -185,7 +185,7 @@ def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Pa
 
 def test_a_node_that_is_lost_before_its_ranks_start_costs_a_round_only(tmp_path: Path, digits: Path) -> None:
     with Agents(tmp_path, digits, "1:2", "train.epochs=1000") as agents:
-        function = "pipeline.addons.deploy.rendezvous._are_all_here"
+        function = "pipeline.addons.deploy.rendezvous.Rendezvous._are_all_here"
         agents.start().start(before_each(function, "os.kill(os.getpid(), 9)"))
         agents.wait_for_world(1)
     assert "was lost before it began" in agents.log()

@@ -161,16 +161,6 @@ def test_a_gpu_gets_a_batch_before_the_loader_is_asked_for_the_next(monkeypatch:
         assert (batch.images.is_meta, asked[-1]) == (True, position)
 
 
-def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:
-    data = train_batches(digits)
-    first, order = data[0], Order(data.plan, data.config.run.seed)
-    sample = int(first.ids[0])
-    step = next(step for step in range(29, 58) if sample in order.ids(step))
-    later = data[step]
-    (row,) = (later.ids == sample).nonzero().flatten().tolist()
-    assert not torch.equal(first.images[0], later.images[row])
-
-
 def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
     batch = train_batches(digits)[0]
     rows = [

@@ -124,7 +124,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
         update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest, metrics, state.best)
         for listener in trainer.records.listeners:
             listener.stepped(update)
-    if plan.watches_at(state.step):
+    if plan.watch_every and state.step % plan.watch_every == 0:
         trainer.divergence.compare(state.step)
     return is_stopping
 

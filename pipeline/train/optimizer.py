@@ -21,9 +21,7 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
     if options.name in ("lamb", "muon"):
-        own = addon("models.timm_optimizers")
-        make = own.make_lamb if options.name == "lamb" else own.make_muon
-        return make(groups, options)  # type: ignore[no-any-return]
+        return addon("models.timm_optimizers").make(groups, options)  # type: ignore[no-any-return]
     # torch 2.14's fused SGD does not take sharded parameters, and chooses foreach by itself only if
     # neither option is given
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())

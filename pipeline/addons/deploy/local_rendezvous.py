@@ -21,6 +21,15 @@ _LOOPBACK = "127.0.0.1"
 class OpenRendezvous(RendezvousHandler):
     """A rendezvous that no agent closes for the others."""
 
+    def __init__(self, backend: str, run_id: str) -> None:
+        self._backend, self._run_id = backend, run_id
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
     def is_closed(self) -> bool:
         return False
 
@@ -32,14 +41,8 @@ class LocalRendezvous(OpenRendezvous):
     """The rendezvous of an agent that needs no other. Each round has a store of its own."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._backend = parameters.backend
-        self._run_id = uuid.uuid4().hex  # not that of --rdzv-id: a later launch must have another
-
-    def get_backend(self) -> str:
-        return self._backend
-
-    def get_run_id(self) -> str:
-        return self._run_id
+        # not the id of --rdzv-id: a later launch must have another
+        super().__init__(parameters.backend, uuid.uuid4().hex)
 
     @property
     def use_agent_store(self) -> bool:

@@ -177,7 +177,8 @@ class Rendezvous(OpenRendezvous):
     """The rendezvous of one agent. torchrun calls its methods in the main thread."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id, self._local_address = parameters.run_id, parameters.local_addr
+        super().__init__(parameters.backend, parameters.run_id)
+        self._local_address = parameters.local_addr
         self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, _PORT)
         self._allowed = _allowed_nodes(parameters)
         self._join_timeout_s = parameters.get_as_int("join_timeout", _JOIN_TIMEOUT_S) or _JOIN_TIMEOUT_S
@@ -190,12 +191,6 @@ class Rendezvous(OpenRendezvous):
                 if signal.getsignal(number) is signal.SIG_DFL:  # until torchrun starts ranks, and handles it
                     signal.signal(number, lambda *_: sys.exit(TemporaryError.code))
         self._exit_if_finished()
-
-    def get_backend(self) -> str:
-        return "pipeline"
-
-    def get_run_id(self) -> str:
-        return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the next round that has this node in it.
@@ -217,7 +212,7 @@ class Rendezvous(OpenRendezvous):
                 if link.key in answer["members"] and answer["number"] > link.state.round:
                     store = PrefixStore(str(answer["number"]), link.agent_store)
                     link.state = replace(link.state, round=answer["number"], is_waiting=False)
-                    if _are_all_here(store, link, answer):
+                    if self._are_all_here(link, store, answer["members"]):
                         break
                     link.state = replace(link.state, is_waiting=True)
                 started = now  # the others train: a spare node waits without limit
@@ -230,6 +225,20 @@ class Rendezvous(OpenRendezvous):
                 logged = now
         rank, size = answer["members"].index(link.key), len(answer["members"])
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(*answer["master"]))
+
+    def _are_all_here(self, link: _Link, store: PrefixStore, members: Sequence[int]) -> bool:
+        """Wait until all members of the round have come; return False if it ends before.
+
+        A node that is lost while it waits may be among them: torchrun would wait for it, and fail.
+        """
+        with suppress(RuntimeError):  # the leader is lost
+            store.set(f"here/{link.key}", "")
+            while not (are_here := store.check([f"here/{key}" for key in members])):
+                if self.num_nodes_waiting():
+                    break
+                time.sleep(0.02)
+            return are_here
+        return False
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if this agent must stop its ranks and come to the next round, otherwise 0.
@@ -323,21 +332,6 @@ def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     return lambda parameters: (
         LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
     )
-
-
-def _are_all_here(store: PrefixStore, link: _Link, answer: dict[str, Any]) -> bool:
-    """Wait until all members of the answer's round have come; return False if it ends before.
-
-    A node that is lost while it waits may be chosen. torchrun would wait for its ranks, and fail.
-    """
-    with suppress(RuntimeError):  # the leader is lost
-        store.set(f"here/{link.key}", "")
-        while not store.check([f"here/{key}" for key in answer["members"]]):
-            if link.is_lost or link.answer["over"] or link.answer["number"] != answer["number"]:
-                return False
-            time.sleep(0.02)
-        return True
-    return False
 
 
 def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:

@@ -142,7 +142,7 @@ class Evaluator:
             nll=loss_sum / IMAGE_LOSS_UNIT / max(1, int((labels >= 0).sum())),
             ece=predictions.calibration_error(),
             balanced_accuracy=predictions.balanced_accuracy(),
-            classes=predictions.classes_with_images,
+            classes=len(np.unique(labels[labels >= 0])),
             correct1_plain=int(plain.sum()) if self._config.evaluate.flip else None,
         )
         return evaluation, predictions

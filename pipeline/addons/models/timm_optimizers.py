@@ -18,13 +18,10 @@ def check_optimizer_exists(config: Config) -> None:
         _timm(config.optimizer.name)
 
 
-def make_lamb(groups: list[dict[str, Any]], options: Optimizer) -> Any:
-    """Return LAMB, which does not clip by itself: train.clip does."""
-    return _timm("lamb")(groups, lr=options.lr, betas=options.betas, max_grad_norm=None)
-
-
-def make_muon(groups: list[dict[str, Any]], options: Optimizer) -> Any:
-    """Return Muon for the first group of each pair, the weights, and AdamW for the second."""
+def make(groups: list[dict[str, Any]], options: Optimizer) -> Any:
+    """Return LAMB; or Muon for each first group, the weights, and AdamW for each second one."""
+    if options.name == "lamb":  # it does not clip by itself: train.clip does
+        return _timm("lamb")(groups, lr=options.lr, betas=options.betas, max_grad_norm=None)
     for group in groups[1::2]:
         group["use_fallback"] = True
     momentum = {"momentum": options.momentum, "nesterov": options.nesterov}

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from pipeline.plan import Plan
 from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
+from pipeline.streams import log
 from pipeline.world import World
 
 _NAMES_TIMEOUT_S = 60
@@ -91,7 +91,7 @@ class Findings:
         remedy = failure.remedy if failure else ""
         self.rows.append({"check": name, "ok": not failure, "line": line, "remedy": remedy})
         if not self._is_quiet:
-            _log(f"{'BAD' if failure else 'ok '} {name:<12} {failure or line}")
+            log(f"{'BAD' if failure else 'ok '} {name:<12} {failure or line}")
         return result
 
 
@@ -151,11 +151,11 @@ def _check_node(
     _check_tracker(findings, config)
     file = os.environ.get("PIPELINE_FINISHED")
     if file and done_line and not findings.error:  # the rendezvous of this node then waits for no other
-        _log(f"the run is finished: {done_line}")
+        log(f"the run is finished: {done_line}")
         if _is_node_0():  # the node that finished it may have been lost before it had sent all
             from pipeline.addons.mlflow.sender import send_due  # imports torch
 
-            send_due(config, RunFolder(config.run_dir), _log, lambda: None)
+            send_due(config, RunFolder(config.run_dir), log, lambda: None)
         Path(file).write_text(done_line, encoding="utf-8")
 
 
@@ -173,7 +173,7 @@ def _wait_for_former_node_0(folder: RunFolder) -> None:
     last = 0.0
     while folder.lock.is_held() and folder.lock.is_fresh():
         if time.monotonic() > last + _LOG_EVERY_S:
-            _log(f"{folder.lock.subject} is held by {folder.lock.holder()}: waiting for its end")
+            log(f"{folder.lock.subject} is held by {folder.lock.holder()}: waiting for its end")
             last = time.monotonic()
         time.sleep(REFRESH_S)
 
@@ -200,7 +200,7 @@ def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, sour
     place = str(folder.path)
     if run_folder is not folder:  # a start restores it, and then resumes from the folder
         place, config = str(config.checkpoint.mirror), config.replacing("run", resume="auto")
-    found = find(config, run_folder, source, _log)
+    found = find(config, run_folder, source, log)
     if not found:
         return _FRESH_START
     return f"config is compatible with the run in {place}; resumes from {found.path.name}"
@@ -233,10 +233,6 @@ def _check_tracker(findings: Findings, config: Config, *, is_started: bool = Fal
             raise
 
     return findings.check("MLflow", check, is_warning=not config.track.required) is not None
-
-
-def _log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _nodes_from_environment() -> int:

@@ -50,7 +50,8 @@ def render_page(folder: RunFolder) -> str:
     parts: dict[str, Callable[[RunFolder], Any]] = {
         "summary": summarise, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
         "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
-        "reliability diagram": _drawn("reliability"), "mistakes": _mistakes, "augmentation": _augmented,
+        "reliability diagram": _drawn("reliability"), "mistakes": _mistakes,
+        "augmentation": lambda folder: list(map(_tile, *evaluations.load_augmented(folder.report))),
         "time budget": _time_budget, "evaluations": _evaluations, "receipt": make_receipt,
         "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
@@ -92,10 +93,6 @@ def _mistakes(folder: RunFolder) -> list[dict[str, Any]]:
         predicted = f"predicted {names[found.predicted[image]]} ({found.confidence[image]:.2f})"
         tiles.append(_tile(pixels, predicted, f"true {names[found.labels[image]]}"))
     return tiles
-
-
-def _augmented(folder: RunFolder) -> list[dict[str, Any]]:
-    return list(map(_tile, *evaluations.load_augmented(folder.report)))
 
 
 def _tile(pixels: NDArray[np.uint8], *captions: str) -> dict[str, Any]:

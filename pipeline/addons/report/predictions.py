@@ -33,11 +33,6 @@ class Predictions:
         correct = np.bincount(self.labels[decoded & (self.labels == self.predicted)], minlength=num_classes)
         return correct, np.bincount(self.labels[decoded], minlength=num_classes)
 
-    @property
-    def classes_with_images(self) -> int:
-        """The number of classes that have images, so that they have a recall."""
-        return len(np.unique(self.labels[self.labels >= 0]))
-
     def balanced_accuracy(self) -> float | None:
         """Return the mean recall of the classes that have images, or None without any."""
         correct, images = self.count_correct(int(self.labels.max(initial=0)) + 1)
