@@ -85,7 +85,7 @@ CASES = {f"recipe {name}": Case(name, GPUS) for name in recipe_names()} | {
     "muon": Case("digits optimizer.name=muon"),
 }
 QUICK = {
-    "recipe digits", "recipe resnet50-90", "precision fp16", "compilation that does not repay", "mixed",
+    "recipe digits", "precision fp16", "compilation that does not repay", "mixed",
     "frozen", "ddp", "fsdp", "resident", "exact", "muon",
 }  # fmt: skip
 """The cases that run without --full: each strategy, and each way in which an update may differ."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import Job, assert_each_sample_once, kill, plan_of
+from harness import SMALL, Job, assert_each_sample_once, kill, plan_of
 from torch import nn
 
 from pipeline.errors import NotFiniteError
@@ -54,8 +54,8 @@ def kill_at(run: Job, step: int) -> None:
 
 
 def test_a_killed_run_with_balanced_classes_resumes_exactly_too(job: MakeJob) -> None:
-    alone = job(*EXACT, "data.balance=sqrt").finished()
-    killed = job(*EXACT, "data.balance=sqrt", nproc=2)
+    words = (*EXACT, SMALL[0], "data.balance=sqrt")
+    alone, killed = job(*words).finished(), job(*words, nproc=2)
     kill_at(killed.start(), 16)  # in the second epoch
     killed.nproc = 3
     assert killed.run_in_forks().out == alone.output()

@@ -4,7 +4,7 @@ import signal
 import socket
 from pathlib import Path
 
-from harness import Job, quick
+from harness import Job, before_each, quick
 from server import Server, tracked_job
 
 
@@ -37,7 +37,9 @@ def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, se
 
 
 def test_two_senders_send_each_metric_once(tmp_path: Path, digits: Path, server: Server) -> None:
-    run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none").start()
+    run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none")
+    run.prelude = before_each("pipeline.train.loop.update_once", "time.sleep(0.1)")
+    run.start()
     run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
     by_hand = quick("sync", str(run.folder), code=75)  # beside a live sender it sends nothing
     assert f" on {socket.gethostname()} since " in by_hand.error

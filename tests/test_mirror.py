@@ -279,6 +279,7 @@ def test_machines_that_take_turns_send_each_metric_once(
     never = ("checkpoint.every=1000 epochs", "evaluate.every=1000 epochs", "train.epochs=1000",
              f"track.uri={uri}")  # fmt: skip
     first, second = make_job(*never, name="first"), make_job(*never, name="second")
+    second.prelude += before_each("pipeline.train.loop.update_once", "time.sleep(0.1)")
     first.start().wait_for_step(10)
     stopped = first.stop()
     assert stopped.code == 75

@@ -96,7 +96,7 @@ LIMIT = 3
 """
 TRAINING = ("data.source=synthetic", "data.num_classes=4", "data.num_images=240", "data.workers=0",
             "batch.global=12", "run.device=cpu", "run.deterministic=true", "run.trace=true", "track.uri=none",
-            "track.report=false", "checkpoint.every=8 steps", "evaluate.every=20 steps", "train.max_steps=20",
+            "track.report=false", "checkpoint.every=8 steps", "evaluate.every=20 steps", "train.max_steps=8",
             "augment.size=32", "optimizer.lr=0.01")  # fmt: skip
 
 
@@ -114,16 +114,16 @@ def words(arch: str, args: dict[str, object]) -> list[str]:
      *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name not in (QUICK, FULL))],
 )  # fmt: skip
 def test_a_model_of_timm_resumes_is_exported_and_predicts(arch: str, tmp_path: Path, image: Path) -> None:
-    folder = str(assert_resumes(tmp_path, words(arch, FAMILIES[arch]), 11, nproc=1).folder)
+    folder = str(assert_resumes(tmp_path, words(arch, FAMILIES[arch]), 5, nproc=1).folder)
     quick("export", folder, "--to", "torch.export", code=0)
     quick("predict", folder, str(image), code=0)
 
 
 def test_every_classifier_makes_a_pass(full: bool) -> None:
-    """All of torchvision, and one of each family of timm, on the meta device; else every fifth."""
+    """All of torchvision, and one of each family of timm, on the meta device; else every tenth."""
     families = [timm.list_models(module=family) for family in timm.list_modules()]
     names = [*models.list_models(module=models), *(f"timm/{names[0]}" for names in families if names)]
-    for arch in names[:: 1 if full else 5]:
+    for arch in names[:: 1 if full else 10]:
         default = timm.get_pretrained_cfg(arch.removeprefix("timm/")) if arch.startswith("timm/") else None
         size = default.input_size[1] if default else 299 if arch.startswith("inception") else 224
         model = meta_model(Model(arch=arch), 7)

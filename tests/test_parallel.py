@@ -201,7 +201,7 @@ def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(job: Callable[...
 
 
 def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path: Path) -> None:
-    words = ["digits", *SLOW, "data.source=synthetic", "data.num_images=480", "data.workers=0",
+    words = ["digits", *SLOW[:-1], "data.source=synthetic", "data.num_images=480", "data.workers=0",
              "train.precision=fp16", "train.clip=1", "train.epochs=1", "run.watch=1 steps"]  # fmt: skip
     contents = assert_resumes(tmp_path, words, 5).contents()
     assert 0 < contents["scaler"]["scale"] < 2.0**16, "an overflow has lowered the scale"

@@ -97,7 +97,7 @@ SOONER = """
 from pipeline.addons.deploy import membership, rendezvous
 membership._SETTLE_S = 3
 membership.LOST_S = rendezvous.LOST_S = 8
-"""
+""" + before_each("pipeline.train.loop.update_once", "time.sleep(0.1)")
 
 
 class Agents(Job):

@@ -299,8 +299,7 @@ def test_a_rank_that_waits_for_the_others_says_so_and_how_to_do_without(place: P
 
 
 def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path, full: bool) -> None:
-    # found by one process per machine before the group forms, by all ranks at once, and by rank 0
-    # alone (twice, the second time before it looks for the pretrained weights)
+    # found by one process per machine, by all ranks at once, and by rank 0 alone (twice)
     wrong = {
         "train.epoch=3": "train.epochs",
         "model.batchnorm=sync": "synchronises batch norm on GPUs only",

@@ -219,10 +219,9 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
     order = draw.sample(instants, len(instants))
     order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
     # 45 batches are evaluated, which takes long
-    model = SMALL if parallel == "fsdp" else SLOW
-    words = ["digits", f"data.root={digits}", *model, f"parallel={parallel}", "data.workers=0",
-             f"train.max_steps={36 if full else 12}", "evaluate.every=6 steps", "evaluate.batch=8",
-             "checkpoint.every=4 steps"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *(SMALL if parallel == "fsdp" else SLOW),
+             f"parallel={parallel}", "data.workers=0", f"train.max_steps={36 if full else 12}",
+             "evaluate.every=6 steps", "evaluate.batch=8", "checkpoint.every=4 steps"]  # fmt: skip
     run = Job(tmp_path / "run", words, nproc=2)
     for phase, number in order:
         is_for_all = number == signal.SIGKILL and draw.random() < 0.5

@@ -19,21 +19,20 @@ from pipeline.record.checkpoint_files import step_of
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 STEPS = 60
-FEW = ("train.max_steps=24",)
 EVERY = 7
 ROWS = {"a rank killed": "A1", "node 0 killed": "G3", "node 1 killed": "G3", "a cut of 5 s": "G1",
         "node 0 frozen": "L1", "all suspended": "L2"}  # fmt: skip
 
 
-def job(folder: Path, digits: Path, *more: str) -> Nodes:
-    words = (f"data.root={digits}", *SLOW, "train.epochs=100", f"train.max_steps={STEPS}",
+def job(folder: Path, digits: Path, *more: str, steps: int = STEPS) -> Nodes:
+    words = (f"data.root={digits}", *SLOW, "train.epochs=100", f"train.max_steps={steps}",
              "evaluate.every=1000 epochs", f"checkpoint.every={EVERY} steps")  # fmt: skip
     return Nodes(folder / "job", *words, *more)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) -> Job:
-    with job(tmp_path_factory.mktemp("undisturbed"), digits, *(() if full else FEW)) as nodes:
+    with job(tmp_path_factory.mktemp("undisturbed"), digits, steps=STEPS if full else 24) as nodes:
         nodes.start_all().wait()
     return nodes.run
 
@@ -44,7 +43,7 @@ def test_lost_nodes_are_replaced_and_end_with_the_same_bits(
 ) -> None:
     draw = random.Random(seed)
     kinds = [*ROWS] if full else ["node 0 killed"]
-    with job(tmp_path, digits, *(() if full else FEW)) as nodes:
+    with job(tmp_path, digits, steps=STEPS if full else 24) as nodes:
         nodes.start_all()
         for number, kind in enumerate(draw.sample(kinds, len(kinds))):
             nodes.wait_for_step(7 * number + draw.randint(1, 7))
