@@ -136,6 +136,7 @@ def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on
     env = node.environment(2, 1) | {"PET_RDZV_ENDPOINT": f"{socket.gethostname()}:29500"}
     sooner = "from pipeline.addons.ops import doctor; doctor.REFRESH_S = 0.2"
     files = tmp_path / "out", tmp_path / "err"
+    files[1].touch()
     preflight = forked.server().start([*words, "track.uri=none"], environment(**env), files, sooner)
     while "is held by process" not in files[1].read_text():
         assert preflight.poll() is None, files[1].read_text()
