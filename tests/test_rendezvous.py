@@ -183,7 +183,7 @@ def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Pa
     assert Job(run.folder, until).run().out == whole.output()
 
 
-def test_a_node_that_is_lost_before_its_ranks_start_costs_a_round_only(tmp_path: Path, digits: Path) -> None:
+def test_a_node_that_is_lost_before_its_ranks_start_costs_one_round(tmp_path: Path, digits: Path) -> None:
     with Agents(tmp_path, digits, "1:2", "train.epochs=1000") as agents:
         function = "pipeline.addons.deploy.rendezvous.Rendezvous._are_all_here"
         agents.start().start(before_each(function, "os.kill(os.getpid(), 9)"))
