@@ -136,7 +136,7 @@ def _report(results: list[dict[str, Any]]) -> str:
         table.append(f"| {name} | {injected} | {promised} | {rate} | {time_taken} | {'<br>'.join(files)} |")
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     dates = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
-    days = f"{min(dates)} to {max(dates)}" if dates else "never"
+    days = " to ".join(sorted({min(dates), max(dates)})) if dates else "never"
     modes = ", ".join(dict.fromkeys(_COMMANDS[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
     paragraphs = [
