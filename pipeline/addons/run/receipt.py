@@ -13,6 +13,7 @@ tensor, which names the first one that differs where no checkpoint was kept.
 import json
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class Receipt:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._offset, self._run = 0, ""
+        self._parse = lru_cache(1)(from_yaml)  # again only if the file has changed: it takes 15 ms
         self._data: str | None = None
         self._starts: list[dict[str, Any]] = []
         self._evaluations: dict[int, dict[str, Any]] = {}
@@ -64,7 +66,7 @@ class Receipt:
         for row, after in read(self._folder.journal, self._offset):
             self._add(row)
             self._offset = after
-        config = from_yaml(self._folder.config.read_text(encoding="utf-8"), str(self._folder.config))
+        config = self._parse(self._folder.config.read_text(encoding="utf-8"), str(self._folder.config))
         return {
             "format": 1,
             "run": self._run,
