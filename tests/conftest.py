@@ -41,18 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `full`, `long` or `engine` unless an option asks for them.
 
-    Without options, `make test` runs the tests that take seconds. Some promises are tested only
-    with `--full` (determinism, equivalence, mutations) or with `--engine` (containers). Each xdist
-    worker runs whole files, so that their fixtures are made once; the longest files come first.
+    Without options, `make test` tests each promise at its smallest size, but those that only
+    `--full` tests (mutations of inputs) or `--engine` (containers). Each xdist worker runs whole
+    files, so that their fixtures are made once; the longest come first, and those that wait run
+    beside those that compute.
     """
-    longest = [
-        "test_mirror", "test_rendezvous", "test_kills", "test_tracking", "test_nodes", "test_lock",
-        "test_equivalence", "test_compile", "test_store_data", "test_stops", "test_security", "test_bench",
-        "test_models", "test_portable", "test_dry_run", "test_hangs", "test_storage", "test_wrong_requests",
-        "test_exact", "test_finetune", "test_delivery", "test_parallel", "test_object_store", "test_names",
-        "test_manifests", "test_resume", "test_many_runs", "test_stream", "test_store_pack", "test_terminal",
-    ]  # fmt: skip
-    items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
+    longest = (
+        "mirror models equivalence rendezvous compile kills nodes exact tracking lock finetune store_data"
+        " stops security dry_run portable bench storage hangs ui wrong_requests delivery parallel"
+        " object_store names manifests resume many_runs stream store_pack terminal"
+    )
+    order = {f"test_{name}": place for place, name in enumerate(longest.split())}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
     def is_left_out(item: pytest.Item) -> bool:
         marks = {mark.name for mark in item.iter_markers()}

@@ -39,7 +39,7 @@ _LIBRARIES = """
     PIL.JpegImagePlugin alembic.config alembic.command matplotlib.figure mlflow.pyfunc mlflow.pytorch networkx
     mlflow.store.tracking.sqlalchemy_workspace_store mlflow.tracing.processor.otel opentelemetry.sdk.metrics
     sqlalchemy.dialects.sqlite sympy.tensor.tensor timm torch._dynamo torch._export.non_strict_utils
-    torch._inductor.ir torch.distributed.run torch.export._trace torch.export.pt2_archive._package
+    boto3 torch._inductor.ir torch.distributed.run torch.export._trace torch.export.pt2_archive._package
 """
 """Imported before the forks, with all of the pipeline."""
 
