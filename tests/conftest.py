@@ -41,10 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `full`, `long` or `engine` unless an option asks for them.
 
-    Without options, `make test` tests each promise at its smallest size, but those that only
-    `--full` tests (mutations of inputs) or `--engine` (containers). Each xdist worker runs whole
-    files, so that their fixtures are made once; the longest come first, and those that wait run
-    beside those that compute.
+    Each xdist worker runs whole files, so that their fixtures are made once; the longest come
+    first, and those that wait run beside those that compute.
     """
     longest = (
         "mirror models equivalence rendezvous compile kills nodes exact tracking lock finetune store_data"
@@ -115,11 +113,13 @@ def outage(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the digits as an image folder, once for all tests."""
+    """Make the digits as an image folder, with 120 of their 360 images for validation."""
     from pipeline.addons.datasets.synthetic import make_digits
 
     root = tmp_path_factory.mktemp("data") / "digits"
     make_digits(root)
+    for path in (path for path in root.glob("val/*/*") if int(path.stem) % 3):
+        path.unlink()
     return root
 
 

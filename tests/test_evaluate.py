@@ -181,19 +181,19 @@ def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path) -> 
     trained = run.run()
     for result in (trained, evaluate_run(run.folder, world=2)):
         assert result.done == trained.done
-        assert re.search(r"the logits of \d+ of 360 images are not finite", result.err), result.err
+        assert re.search(r"the logits of \d+ of 120 images are not finite", result.err), result.err
     assert "(best)" not in trained.err
     assert "best     none: no validation had finite logits" in trained.err
     assert not run.journal("val/loss")
     receipt, journal = ((run.folder / name).read_text() for name in ("receipt.json", "journal.jsonl"))
     assert "NaN" not in receipt + journal, "it is not valid JSON"
     assert [row["loss"] for row in json.loads(receipt)["evaluations"]] == [None]
-    assert re.search('"not_finite": ?360', journal)
+    assert re.search('"not_finite": ?120', journal)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """Return 360 images in class folders, without train/ and val/."""
+    """Return 120 images in class folders, without train/ and val/."""
     return shutil.copytree(digits / "val", tmp_path_factory.mktemp("plain") / "images")
 
 
@@ -219,8 +219,8 @@ def test_held_out_images_are_evaluated(plain_run: Job, plain: Path, digits: Path
     for root, count, description in (
         (plain, size, f"the {size} held-out images of {plain}"),
         (moved, size, f"the {size} held-out images of {moved}"),
-        (other, 359, f"all 359 images of {other}"),
-        (digits, 360, f"the 360 images of {digits}/val"),
+        (other, 119, f"all 119 images of {other}"),
+        (digits, 120, f"the 120 images of {digits}/val"),
         (digits / "train", 1437, f"all 1,437 images of {digits}/train"),
     ):
         images, line = count_and_description(plain_run.folder, f"data.root={root}")
