@@ -45,8 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     first, and those that wait run beside those that compute.
     """
     longest = (
-        "mirror models equivalence rendezvous compile kills nodes exact tracking lock finetune store_data"
-        " stops security dry_run portable bench storage hangs ui wrong_requests delivery parallel"
+        "mirror models docs equivalence rendezvous compile kills nodes exact tracking lock finetune"
+        " store_data stops security dry_run portable bench storage hangs ui wrong_requests delivery parallel"
         " object_store names manifests resume many_runs stream store_pack terminal"
     )
     order = {f"test_{name}": place for place, name in enumerate(longest.split())}
