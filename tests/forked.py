@@ -149,7 +149,7 @@ def _serve() -> None:
     root = Path(pipeline.__file__).parents[1]
     found = (".".join(path.relative_to(root).with_suffix("").parts) for path in root.glob("pipeline/**/*.py"))
     for name in (*_LIBRARIES.split(), *found):
-        if "__" not in name and "store.r" not in name:  # `ranges` opens a descriptor: each its own
+        if "__" not in name and "store.r" not in name:  # forks close the descriptor of `store.ranges`
             importlib.import_module(name)
     requirements_utils._init_packages_to_modules_map()  # it looks at every file of every package
     make_tables = utils._initialize_tables

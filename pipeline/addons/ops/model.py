@@ -77,7 +77,7 @@ def check_passes(
     """
     smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
     hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
-    # what a library's model takes in training it takes in an evaluation: a start is shorter
+    # a library's model that trains on images of a size is evaluated on them, too: not tried
     evaluation = [("evaluate.size", 2, eval_size)] if options.is_function or eval_size not in sizes else []
     found = []
     for key, images, side in [*((smallest, batch, side) for side in sizes), *evaluation]:
