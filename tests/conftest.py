@@ -41,10 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `full`, `long` or `engine` unless an option asks for them.
 
-    Each xdist worker runs whole files, so that their fixtures are made once; the longest come
-    first, and those that wait run beside those that compute.
+    Each xdist worker runs whole files, so that fixtures are made once; the longest come first.
     """
-    longest = (
+    longest = (  # those that mostly wait run beside those that compute
         "mirror models docs equivalence rendezvous compile kills nodes exact tracking lock finetune"
         " store_data stops security dry_run portable bench storage hangs ui wrong_requests delivery parallel"
         " object_store names manifests resume many_runs stream store_pack terminal"

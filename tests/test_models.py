@@ -134,8 +134,8 @@ def test_every_classifier_makes_a_pass(full: bool) -> None:
 
 def test_a_model_that_needs_versions_trains(tmp_path: Path, image: Path) -> None:
     arguments = ["digits", *TRAINING, "model.arch=mnasnet0_5", "train.max_steps=3", "train.ema=0.9"]
-    sharded = assert_resumes(tmp_path, [*arguments, "parallel=fsdp"], 2)
-    for run in (sharded, Job(tmp_path / "run", arguments).finished()):
+    plain = Job(tmp_path / "run", arguments).finished()
+    for run in (assert_resumes(tmp_path, [*arguments, "parallel=fsdp"], 2), plain):
         for part in ("model", "average"):
             build(Model(arch="mnasnet0_5"), 4).load_state_dict(run.contents()[part])  # by torch alone
     folder, weights = str(run.folder), str(tmp_path / "weights.safetensors")
@@ -227,11 +227,12 @@ def test_wrong_models_are_refused_in_one_line(package: Path, monkeypatch: pytest
         "timm/hf-hub:timm/resnet18": "give package.module:function",
         "timm/resnet18 model.args.pretrained=true": "model.args.pretrained cannot be set",
         "timm/vit_tiny_patch16_224": "raise augment.size or set model.args.img_size",
+        "squeezenet1_1 evaluate.size=8": "raise evaluate.size",
         "resnet18 model.args.weights=DEFAULT": "model.args.weights cannot be set",
         "resnet18 model.args.nonsense=1": "correct its arguments",
     }.items():
         config = load("digits", ["data.root=x", *f"model.arch={words}".split()])
-        assert says in harness.refused(lambda model=config.model: check_passes(model, 10, 4, [32], 32))
+        assert says in harness.refused(lambda c=config: check_passes(c.model, 10, 4, [32], c.evaluate.size))
 
 
 def test_a_weight_without_a_gradient_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
