@@ -16,6 +16,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +30,10 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional
 from torchvision.models import ConvNeXt, mobilenet_v3_small, resnet18
 from torchvision.models.convnext import CNBlockConfig
@@ -38,6 +41,7 @@ from torchvision.models.convnext import CNBlockConfig
 from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.models import zoo
 from pipeline.addons.models.evaluator import Evaluator
+from pipeline.addons.shard.fsdp import FSDPStrategy
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import SampleKey, augment, draw_crop, resize_image
@@ -143,6 +147,26 @@ def matrix_products() -> Iterator[Tensor]:
     for rows, inner, columns in ((1, 512, 10), (64, 384, 1536), (197, 64, 197), (33, 7, 5)):
         left, right = torch.randn(2, rows, inner), torch.randn(2, inner, columns)
         yield from (left @ right, left[0] @ right[0], left[0].double() @ right[0].double())
+
+
+def sharded_clipping() -> list[Tensor]:
+    """Return random gradients, clipped by FSDP, of the first of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        rank = int(os.fork() == 0)
+        store = dist.FileStore(f"{folder}/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        strategy = FSDPStrategy(*plan_of("parallel=fsdp"), BLOCK(), Group(World(2, rank=rank), CPU))
+        weights, clipped = list(strategy.model.parameters()), []
+        for draw in range(32):
+            for i, weight in enumerate(weights):
+                noise = torch.randn(weight.shape, generator=generator(draw, "noise", i))
+                weight.grad = distribute_tensor(noise, weight.device_mesh, weight.placements)
+            strategy.clip_gradients(0.1)
+            clipped += [weight.grad.to_local() for weight in weights]
+        dist.destroy_process_group()
+        if rank:
+            os._exit(0)
+    return clipped
 
 
 def torch_functions() -> Iterator[Tensor]:
@@ -282,6 +306,7 @@ KINDS: dict[str, Callable[[], Iterable[Tensor]]] = {
     "Muon": lambda: train(vit, "optimizer.name=muon"),
     "Muon, convolutions": lambda: train(convolution(96, 3), "optimizer.name=muon"),
     "clipping": lambda: train(BLOCK, "train.clip=0.1"),
+    "clipping by FSDP": sharded_clipping,
     "accumulation": lambda: train(BLOCK, "batch.accumulate=2"),
     "exact mode": lambda: train(BLOCK, "run.exact=true", "exact.shards=4"),
     "channels last": lambda: train(BLOCK, "model.channels_last=true"),

@@ -59,10 +59,6 @@ class DDPStrategy(Strategy):
         if self._averages_buffers:
             self.group.all_reduce_mean([buffer for buffer in model.buffers() if buffer.is_floating_point()])
 
-    def broadcast_buffers(self, model: nn.Module) -> None:
-        self.average_buffers(model)
-        self.group.broadcast(list(model.buffers()))
-
 
 def synchronise_batch_norm(model: nn.Module) -> None:
     """Synchronise the batch norm of `model`, in place: the layers keep their tensors.

@@ -91,6 +91,8 @@ class Strategy:
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every process the same running statistics of `model`, before it is evaluated."""
+        self.average_buffers(model)
+        self.group.broadcast(list(model.buffers()))
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         """Return what must be bit-identical in all processes after an update if `is_replicated`."""

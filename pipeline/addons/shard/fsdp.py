@@ -40,7 +40,7 @@ class FSDPStrategy(Strategy):
         self._optimizer = config.optimizer
         # torch cannot copy a sharded model
         self._ema = make_ema(model) if config.train.ema is not None else None
-        mesh = _make_mesh(config, plan, group)
+        mesh = self._mesh = _make_mesh(config, plan, group)
         for module in (*blocks(model), model):
             fully_shard(module, mesh=mesh)
         if self._ema is not None:
@@ -53,6 +53,14 @@ class FSDPStrategy(Strategy):
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(micro == self._passes - 1)
         yield
+
+    def clip_gradients(self, max_norm: float) -> None:
+        # torch's own way takes the root of a DTensor's norm by x ** 0.5, which depends on the CPU
+        gradients = [p.grad.to_local() for p in self.model.parameters() if isinstance(p.grad, DTensor)]
+        square = torch.nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square, group=self._mesh.get_group(self._mesh.ndim - 1))
+        norm = DTensor.from_local(square.sqrt(), self._mesh)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
 
     def make_ema(self) -> nn.Module:
         assert self._ema is not None
@@ -69,9 +77,6 @@ class FSDPStrategy(Strategy):
             return logits
 
         return predict
-
-    def broadcast_buffers(self, model: nn.Module) -> None:
-        self.group.broadcast(list(model.buffers()))
 
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
         def gather(tensor: Tensor) -> Tensor | None:

@@ -122,11 +122,8 @@ class StagesStrategy(Strategy):
 
     def _join_weights(self, parts: list[Any]) -> dict[str, Tensor] | None:
         tensors = {name: tensor for part in parts for name, tensor in (part or {}).items()}
-        return (
-            replace_tensors(self._whole_state, {name: tensors[name] for name in self._whole_state})
-            if tensors
-            else None
-        )
+        ordered = {name: tensors[name] for name in self._whole_state} if tensors else None
+        return ordered and replace_tensors(self._whole_state, ordered)
 
     def _pipeline(self, stage: StageModule) -> PipelineStage:
         return PipelineStage(stage, self._stage, self._count, self.group.device, group=self._pp_group)
