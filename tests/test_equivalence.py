@@ -76,17 +76,6 @@ def test_the_same_command_gives_the_same_weights(job: MakeJob, nproc: int) -> No
     assert weights(job(*SHORT, nproc=nproc)) == WEIGHTS[nproc]
 
 
-@pytest.mark.full
-def test_gradients_copied_together_as_on_a_gpu_give_the_same_weights(job: MakeJob) -> None:
-    prelude = (
-        "from pipeline.parallel import ddp\n"
-        "plain = ddp.DistributedDataParallel\n"
-        "options = {ddp._BATCHED_COPY: True} if ddp._BATCHED_COPY in ddp._OPTIONS else {}\n"
-        "ddp.DistributedDataParallel = lambda model, **others: plain(model, **others, **options)\n"
-    )
-    assert weights(job(*SHORT, nproc=2, prelude=prelude)) == WEIGHTS[2]
-
-
 @pytest.mark.fault("F3")
 @pytest.mark.full
 def test_threads_workers_prefetch_and_tracing_change_nothing(job: MakeJob) -> None:
