@@ -20,7 +20,7 @@ COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --n
 help:
 	@echo 'make train   set up, make the digits, and train on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
 	@echo 'make ui      show the newest run in MLflow, at http://127.0.0.1:$(PORT) (PORT=5001: another port)'
-	@echo 'make test    set up and run the tests: 10 to 12 minutes on two cores (ARGS=--full: more sizes)'
+	@echo 'make test    set up and run the tests: 8 to 12 minutes on two cores (ARGS=--full: more sizes)'
 	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
 	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
 	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
