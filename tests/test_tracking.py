@@ -240,7 +240,7 @@ def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
     tmp_path: Path, digits: Path, server: Server
 ) -> None:
     run = job(tmp_path / "killed", digits, server.uri, "track.required=true", "checkpoint.every=5 steps",
-              "data.workers=2", "train.max_steps=120", nproc=2)  # fmt: skip
+              "data.workers=2", "train.epochs=8", "train.max_steps=none", nproc=2)  # fmt: skip
 
     def state() -> tuple[str, int]:
         found = server.run_of(run)

@@ -120,7 +120,7 @@ def send_files(run: MlflowRun) -> None:
     for path in (run.folder.config, run.folder.plan, run.folder.journal):
         if path.exists():
             run.client.log_artifact(run.run_id, str(path))
-    for path in sorted(run.folder.report.glob("*.png")):
+    for path in sorted(run.folder.report.glob("[!.]*.png")):  # not those being written
         run.client.log_artifact(run.run_id, str(path), run.folder.report.name)
     # made here: rank 0 may not have written these files yet, or may never do so
     run.client.log_text(run.run_id, Receipt(run.folder).text(), run.folder.receipt.name)
