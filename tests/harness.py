@@ -405,8 +405,8 @@ def plan_of(
 
 def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
     """Write a checkpoint into a run's folder, and return its path."""
+    from pipeline.addons.run.journal import checkpoint_of_step
     from pipeline.record.checkpoint import CheckpointWriter  # imports torch
-    from pipeline.record.checkpoint_files import checkpoint_of_step
     from pipeline.record.folder import RunFolder
 
     folder = RunFolder(run)

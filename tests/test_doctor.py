@@ -53,7 +53,7 @@ def test_a_request_that_can_run_passes_and_leaves_no_files(tmp_path: Path, digit
 def test_the_failure_of_the_last_start_is_reported(tmp_path: Path, digits: Path) -> None:
     config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}"])
     config.run_dir.mkdir()
-    save_failure(config.run_dir, NotFiniteError("nan at step 7"), request_digest(config, World()))
+    save_failure(RunFolder(config.run_dir), NotFiniteError("nan at step 7"), request_digest(config, World()))
     found, _ = run_doctor(tmp_path, digits, code=3)
     assert found["last start"]["line"] == "nan at step 7"
     run_doctor(tmp_path, digits, "train.epochs=13")  # another request

@@ -56,7 +56,7 @@ COMMON = (
     "evaluate.batch=4", "train.compile=off", "track.uri=none", f"track.every={UPDATES + 1} steps",
     f"run.watch={UPDATES + 1} steps",
 )  # fmt: skip
-READABLE = {"Group.all_reduce": 0.0, "all_finite": 1.0, "DeviceLossGuard._was_bad": 0.0}
+READABLE = {"Group.all_reduce": 0.0, "all_finite": 1.0, "DeviceLossGuard._read": 0.0}
 """The functions in which the host may wait, and the value that it reads there."""
 
 
@@ -192,7 +192,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, full: bool) -> dict[str, l
 def test_an_update_waits_only_for_the_loss_of_the_one_before(results: dict[str, Any], name: str) -> None:
     error, updates, evaluation = results[name]
     assert error == ""
-    assert updates == ["DeviceLossGuard._was_bad"] * UPDATES
+    assert updates == ["DeviceLossGuard._read"] * UPDATES
     assert evaluation == ["Group.all_reduce"], "once at the end"
 
 

@@ -139,7 +139,7 @@ def test_an_overflow_is_noticed_and_cleared_at_the_next_step(exact: Exact, scale
     assert [exact.step(), exact.step(scale)] == [False, True]
     # as on a GPU, where the host reads the flag a step later
     guard = DeviceLossGuard(exact.strategy, StepTimer(), "start again")
-    assert not guard.check(2, torch.tensor(1.0), [])
+    assert not guard.agree(2, torch.tensor(1.0), [], is_asked=False)[0]
     optimizer = torch.optim.SGD(exact.net.parameters(), fused=True)
     guard.skip_bad_update(optimizer, has_scaler=False)
     assert optimizer.found_inf == 1, "the device skips the update"  # type: ignore[attr-defined]

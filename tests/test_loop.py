@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from pipeline.config.sections import Augment, Train
-from pipeline.data.batch import Batch
+from pipeline.data.batch import Batch, Defect
 from pipeline.data.interface import OutageError
 from pipeline.data.loader import TrainBatches
 from pipeline.data.mix import draw_mix, mix_images, own_label_weights, swap_partners
@@ -123,14 +123,17 @@ class Run:
 
     def step(self, *, with_nan: bool = False) -> bool:
         """Train one step; return True, without an update, if the guard found a bad loss."""
-        step = self.trainer.step
+        step, guard = self.trainer.step, self.state.loss_guard
         loss = step.forward_backward(iter([self.batch]))
         # gradients stay finite: only the guard can stop the update
         loss = loss * torch.nan if with_nan else loss
-        is_bad = self.state.loss_guard.check(self.state.step + 1, loss, step.used)
-        if not is_bad:
-            step.apply_gradients()
-        return is_bad
+        try:
+            guard.agree(self.state.step + 1, loss, step.used, is_asked=False)
+        except NotFiniteError as error:
+            self.error = str(error)
+            return True
+        step.apply_gradients()
+        return False
 
     def weights(self) -> list[torch.Tensor]:
         """Return copies of the parameters and the optimizer's state."""
@@ -150,7 +153,7 @@ def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits:
     assert not run.step(with_nan=True), "the host does not know yet"
     assert all(map(torch.equal, before, run.weights()))
     assert run.step()
-    assert str(run.state.loss_guard.error()).startswith("the loss is nan at step 2 on rank 0 (sample ids ")
+    assert run.error.startswith("the loss is nan at step 2 on rank 0 (sample ids ")
     for reader in (
         lambda: run.state.confirm_step(),
         lambda: run.state.to_dict(run.state.totals),
@@ -160,6 +163,21 @@ def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits:
     ):
         with pytest.raises(NotFiniteError, match="the loss is nan at step 2 on rank 0"):
             reader()
+
+
+def test_the_device_guard_tells_of_bad_images_and_of_an_outage_one_step_later(digits: Path) -> None:
+    run = Run(digits, "data.max_bad=1", "track.every=9 steps", "run.trace=false", on_device=True)
+    trainer, known = run.trainer, run.state.bad_images
+    bad, worse = (run.batch._replace(defects=[Defect(sample, "empty file")]) for sample in (7, 8))
+    loop.update_once(trainer, iter([bad]))
+    assert not known
+    loop.update_once(trainer, iter([worse]))
+    assert list(known) == [7]
+    loop.save(trainer, is_last=True)
+    assert list(known) == [7, 8], "a checkpoint has those of its step"
+    loop.update_once(trainer, iter([run.batch._replace(outage=OutageError("the data is away"))]))
+    with pytest.raises(OutageError, match="the data is away"):
+        loop.update_once(trainer, iter(()))  # it waits for no other batch
 
 
 def test_the_device_guard_does_not_change_finite_steps(digits: Path) -> None:
@@ -174,7 +192,7 @@ def test_the_cpu_guard_finds_a_bad_loss_before_the_update(digits: Path) -> None:
     run = Run(digits)
     assert type(run.state.loss_guard) is LossGuard
     assert run.step(with_nan=True)
-    assert "the loss is nan at step 1 on rank 0" in str(run.state.loss_guard.error())
+    assert "the loss is nan at step 1 on rank 0" in run.error
 
 
 def mixed(options: Augment) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import Job, before_each, free_port, in_ranks
+from harness import Job, assert_same, before_each, free_port, in_ranks
 
 from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
@@ -54,6 +54,34 @@ def test_a_slow_rank_is_named_once(job: Callable[..., Job]) -> None:
     assert result.err.count(" is slow: ") == result.err.count("rank 1 is slow") == 1, result.err
     slowest = [value for _, key, value in run.journal("time/") if key == "time/slowest_rank"]
     assert slowest == [1.0] * 3
+
+
+GPU_GUARD = """\
+import sys
+from pipeline.group import Group
+from pipeline.guards import nonfinite
+from pipeline.train import session
+
+session.make_loss_guard, any_rank = nonfinite.DeviceLossGuard, Group.any_rank
+
+def refuse(group, *flags):
+    assert sys._getframe(1).f_code.co_name not in ("agree", "update_once"), "an exchange of hosts"
+    return any_rank(group, *flags)
+
+Group.any_rank = refuse
+"""
+"""The ranks agree as on GPUs."""
+
+
+def test_gpus_agree_on_a_stop_without_an_exchange_of_their_hosts(job: Callable[..., Job]) -> None:
+    run = job(*SHORT, nproc=2)
+    stop = "if (os.environ['RANK'], calls) == ('1', 10): os.kill(os.getpid(), signal.SIGTERM)"
+    run.prelude = GPU_GUARD + before_each("torch.nn.functional.cross_entropy", stop)
+    stopped = run.run()
+    assert (stopped.code, "step 10 is saved" in stopped.error) == (75, True), stopped.err
+    run.prelude = GPU_GUARD
+    assert run.run().code == 0
+    assert_same(run, job(*SHORT, nproc=2).finished())
 
 
 def _join(rank: int, address: str) -> None:

@@ -1,8 +1,7 @@
-"""The commands train and recipes."""
+"""The command train."""
 
 import argparse
 import faulthandler
-import itertools
 import os
 import signal
 
@@ -11,12 +10,6 @@ from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command
 from pipeline.guards.signals import StopRequest
 from pipeline.lazy import addon
-
-
-def add_commands(commands: Commands) -> None:
-    _add_train(commands)
-    help = "list the recipes: what each trains, its target, time, processes, data, source"
-    add_command(commands, "recipes", _recipes, help)
 
 
 class _HelpWithKeys(argparse.Action):
@@ -29,7 +22,7 @@ class _HelpWithKeys(argparse.Action):
         parser.exit()
 
 
-def _add_train(commands: Commands) -> None:
+def add_commands(commands: Commands) -> None:
     parser = add_command(
         commands, "train", _train, "train a recipe; the same command resumes an interrupted run",
         "Train RECIPE. If its run folder holds checkpoints, training resumes from the newest one. Under"
@@ -59,14 +52,3 @@ def _train(options: argparse.Namespace) -> str | int:
     if options.quiet:
         os.environ[streams.QUIET] = "1"
     return launch.train(options.recipe, options.overrides, options.nproc, stop)
-
-
-def _recipes(_: argparse.Namespace) -> str:
-    from pipeline.config.load import RECIPES, recipe_names
-
-    blocks = []
-    for name in recipe_names():
-        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
-        blocks.append("\n  ".join([name, *(line.removeprefix("# ") for line in comment)]))
-    return "\n\n".join(blocks)

@@ -1,22 +1,28 @@
 """The loss guard: nothing of a step whose loss is not finite is kept.
 
 Promise: nothing of a step whose loss is not finite is reported, evaluated or saved, and the run
-ends with a line that names the step and the rank. On a CPU the loss is checked before the update,
-in the exchange in which the processes agree on everything else. On a GPU that check would wait for
-the device, so the device checks: the flag is summed over the processes on its stream, a fused
-optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the host
-reads the flag one step later. An optimizer that is not fused (SGD on sharded weights, LAMB, Muon)
-makes the update. Nothing leaves the process before `sync` has asked about the last step,
-so no result of a skipped or a bad update is ever seen.
+ends with a line that names the step and the rank. In the same exchange the processes agree on all
+else that one of them may know: to stop, bad images, a storage that is out of reach.
+
+On a CPU they agree before the update. On a GPU the host would wait, for the device and for other
+hosts. So the flags are summed on the device's stream, a fused optimizer skips the update where
+`found_inf` is 1 (torch made that for its GradScaler), and the host reads them one step later. An
+optimizer that is not fused (SGD on sharded weights, LAMB, Muon) makes the update. Nothing leaves
+the process before `sync` has asked about the last step: no result of a bad update is ever seen.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pipeline.data.batch import Batch, format_sample_ids
+from pipeline.data.batch import Batch, Defect, format_sample_ids
 from pipeline.errors import NotFiniteError
 from pipeline.parallel.strategy import Strategy
 from pipeline.timing import StepTimer
+
+Agreed = tuple[bool, list[Defect]]
+"""A process is asked to stop; the bad images of all processes."""
 
 
 class LossGuard:
@@ -25,33 +31,49 @@ class LossGuard:
     def __init__(self, strategy: Strategy, timer: StepTimer, start_again: str) -> None:
         """start_again: how to start the run again, for the error."""
         self._strategy, self._timer, self._start_again = strategy, timer, start_again
-        self._step = 0
-        self._loss: Tensor | None = None
-        self._ids: list[Tensor] = []  # not the batches: their memory would stay in use for a step
+        self._step, self._loss = 0, torch.zeros(())
+        self._batches: list[Batch] = []
 
-    def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
-        """Return True if a loss of this process is known to be bad.
+    def agree(self, step: int, loss: Tensor, batches: list[Batch], *, is_asked: bool) -> Agreed:
+        """Return what the processes agree on after the backward passes, here or a step before.
 
-        Called after the backward passes of each step.
+        Raises in all processes NotFiniteError if a loss is bad, OutageError if images are missing.
         """
-        self._step, self._loss, self._ids = step, loss, [batch.ids for batch in batches]
-        return not bool(torch.isfinite(loss)) or bool(self._strategy.has_overflow())
+        known = self._keep(step, loss, batches)
+        is_bad = not bool(torch.isfinite(loss)) or bool(self._strategy.has_overflow())
+        return self._decide(self._strategy.group.any_rank(is_bad, *known, is_asked))
 
     def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
-        """Have the device leave the next update out if the loss was bad: here the host has checked.
+        """Have the device leave the update out if the loss was bad: here the host has checked."""
 
-        has_scaler: a GradScaler decides about the update.
-        """
+    def sync(self) -> list[Defect]:
+        """Return bad images of the last step that `agree` has not returned. Raises what it does."""
+        return []
 
-    def sync(self) -> None:
-        """Raise NotFiniteError in all processes if the last step's loss was bad."""
+    def _keep(self, step: int, loss: Tensor, batches: list[Batch]) -> tuple[bool, bool]:
+        """Keep what an error names; return True for an outage, and for bad images."""
+        self._step, self._loss = step, loss
+        # without their images, whose memory would stay in use for a step
+        self._batches = [batch._replace(images=batch.ids, mix=batch.ids) for batch in batches]
+        return any(batch.outage for batch in batches), any(batch.defects for batch in batches)
 
-    def error(self) -> NotFiniteError:
-        """Return the error that names the first rank with a bad loss; called in all processes."""
-        assert self._loss is not None
+    def _decide(self, flags: Sequence[bool]) -> Agreed:
+        """Act on the flags of a step, which are the same in all processes."""
+        group, batches = self._strategy.group, self._batches
+        is_bad, has_outage, has_defects, is_asked = flags
+        if has_outage:  # nothing is saved: batch norm has counted images that are none
+            group.raise_together(next((batch.outage for batch in batches if batch.outage), None))
+        if is_bad:
+            raise self._error()
+        mine = [defect for batch in batches for defect in batch.defects]
+        by_rank = group.all_gather(mine) if has_defects else []
+        return is_asked, [defect for of_rank in by_rank for defect in of_rank]
+
+    def _error(self) -> NotFiniteError:
+        """Return the error that names the first rank with a bad loss."""
         bad = None
         if not bool(torch.isfinite(self._loss)):
-            bad = float(self._loss), [sample for ids in self._ids for sample in ids.tolist()]
+            bad = float(self._loss), [sample for batch in self._batches for sample in batch.ids.tolist()]
         problem = f"a gradient at step {self._step} is not finite, or larger than exact mode can sum"
         found = [(rank, bad) for rank, bad in enumerate(self._strategy.group.all_gather(bad)) if bad]
         if found:
@@ -65,54 +87,56 @@ class LossGuard:
 
 
 class DeviceLossGuard(LossGuard):
-    """Checks each loss on the device; the host reads the result one step later."""
+    """Checks each loss on the device; the host reads what is agreed on one step later."""
 
     def __init__(self, strategy: Strategy, timer: StepTimer, start_again: str) -> None:
         super().__init__(strategy, timer, start_again)
         device = strategy.group.device
         is_cuda = device.type == "cuda"
-        self._is_bad = torch.zeros((), device=device)
-        """[] float32: 1 if the loss of this step was bad in any process."""
-        # pinned: a copy to other memory would wait for the device
-        self._flag = torch.zeros((), pin_memory=is_cuda)
+        self._ranks = torch.zeros(4, dtype=torch.int64, device=device)
+        """[bad, outage, defects, stopping] int64: the number of processes that raise the flag."""
+        self._is_skipped = torch.zeros((), device=device)
+        """[] float32: 1 if the update of this step is to be left out in all processes."""
+        # pinned: a copy from or to other memory would wait for the device
+        self._mine = torch.zeros(4, dtype=torch.int64, pin_memory=is_cuda)
+        self._agreed = torch.zeros_like(self._mine, pin_memory=is_cuda)
         # blocking: the host sleeps while it waits; without it, it spins, which takes a core per GPU
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
 
-    def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
-        bad = (loss - loss).ne(0)  # not finite; two kernels in place of the four of isfinite
+    def agree(self, step: int, loss: Tensor, batches: list[Batch], *, is_asked: bool) -> Agreed:
+        before = self._decide(self._read())  # the device has read `_mine` by then
+        is_bad = (loss - loss).ne(0)  # not finite; two kernels in place of the four of isfinite
         overflow = self._strategy.has_overflow()
         if isinstance(overflow, Tensor):
-            bad |= overflow
-        ranks = bad.to(torch.int64)
-        if summing := self._strategy.group.all_reduce_async(ranks):
+            is_bad |= overflow
+        self._mine.numpy()[1:] = (*self._keep(step, loss, batches), is_asked)
+        self._ranks.copy_(self._mine, non_blocking=True)
+        self._ranks[0].copy_(is_bad)
+        if summing := self._strategy.group.all_reduce_async(self._ranks):
             summing.wait()  # the stream waits, the host does not
-        self._is_bad.copy_(ranks).clamp_(max=1)
-        if self._was_bad():
-            return True  # `error` then names the step before
-        self._step, self._loss, self._ids = step, loss, [batch.ids for batch in batches]
-        self._flag.copy_(self._is_bad, non_blocking=True)
+        self._is_skipped.copy_(self._ranks[:2].amax()).clamp_(max=1)
+        self._agreed.copy_(self._ranks, non_blocking=True)
         if self._copied:
             self._copied.record()
-        return False
+        return before
 
     def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
         if has_scaler:  # it skips the update if it finds a NaN in any gradient
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             first = next(parameter.grad for parameter in parameters if parameter.grad is not None)
-            first.masked_fill_(self._is_bad > 0, torch.nan)
+            first.masked_fill_(self._is_skipped > 0, torch.nan)
         elif optimizer.defaults.get("fused"):  # its kernel skips the update where this is 1
-            optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
+            optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]
 
-    def sync(self) -> None:
+    def sync(self) -> list[Defect]:
         with self._timer.charge("communication"):
-            if self._was_bad():
-                raise self.error()
+            return self._decide(self._read())[1]
 
-    def _was_bad(self) -> bool:
-        """Return True if the loss of the previous step was bad."""
+    def _read(self) -> list[bool]:
+        """Return the flags of the previous step."""
         if self._copied:
             self._copied.synchronize()  # it has normally completed: no wait
-        return bool(self._flag)
+        return [bool(ranks) for ranks in self._agreed.tolist()]
 
 
 def make_loss_guard(strategy: Strategy, timer: StepTimer, start_again: str) -> LossGuard:

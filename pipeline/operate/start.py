@@ -55,7 +55,8 @@ def run_rank(
     rank.watchdog.start()
     try:
         # no name here refers to what is settled, so that training keeps no checkpoint in memory
-        return session.run(session.set_up(rank.settle(checked, mirror)))
+        trainer = session.set_up(rank.settle(checked, mirror))
+        return session.finish(trainer, session.train_to_end(trainer))
     finally:
         rank.watchdog.stop()
 

@@ -38,11 +38,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(found, reverse=True)]
 
 
-def checkpoint_of_step(folder: Path, step: int) -> Path | None:
-    """Return the newest checkpoint of that step in `folder`, or None."""
-    return next((path for path in list_checkpoints(folder) if step_of(path) == step), None)
-
-
 def read_verified(path: Path) -> bytes:
     """Return the file's bytes. Raises StorageError if they do not have the digest in its name."""
     step_of(path)

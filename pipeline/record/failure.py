@@ -18,17 +18,18 @@ from pipeline.record.folder import RunFolder
 FAILURE = "failure.json"
 
 
-def save_failure(folder: Path, error: RunError, request: str) -> bool:
+def save_failure(folder: RunFolder, error: RunError, request: str) -> bool:
     """Save a permanent failure of `request` (its digest) for the next start; return True if saved.
 
     Does not raise OSError, because the failure may be that of the disk.
     """
+    folder.check_ours()
     if error.code not in PERMANENT:
         return False
     parts = {"line": str(error), "problem": error.problem, "remedy": error.remedy}
     data = json.dumps({"code": error.code, **parts, "request": request}).encode()
-    with suppress(OSError):
-        atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
+    with suppress(OSError):  # shared: several ranks may fail at once
+        atomic_write(folder.path / FAILURE, data, durable=False, shared=True)
         return True
     return False
 
@@ -41,8 +42,7 @@ def saving_failure(
     try:
         yield
     except RunError as error:
-        folder.check_ours()
-        if save_failure(folder.path, error, request):
+        if save_failure(folder, error, request):
             log(f"with run.resume=auto this request now fails at once: {folder.advice_after_failure(config)}")
         raise
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
-from pipeline.data.batch import Batch
+from pipeline.data.batch import Batch, Defect
 from pipeline.errors import BadImage, NotFiniteError, RunError, StorageError, TemporaryError
 from pipeline.lazy import addon
 from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
@@ -95,7 +95,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     RunError if weights differ.
     """
     state, plan = trainer.state, trainer.job.plan
-    group, timer = trainer.process.group, trainer.process.timer
+    timer = trainer.process.timer
     loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
     used = trainer.step.used
     with timer.charge("communication"):
@@ -103,18 +103,10 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
         # would leave the others waiting in their next collective. A signal that comes later waits
         # for the next step. Beside this and the gradients only what is due costs an exchange: the
         # sums of a report, the trace, a comparison of the weights.
-        is_stopping, is_bad, has_defects, has_outage = group.any_rank(
-            trainer.process.asked_to_stop(),  # also reports progress to the watchdog
-            state.loss_guard.check(state.step + 1, loss, used),
-            any(batch.defects for batch in used),
-            any(batch.outage for batch in used),
-        )
-    if has_outage:  # nothing is saved: batch norm has counted images that are none
-        group.raise_together(next((batch.outage for batch in used if batch.outage), None))
-    if is_bad:  # on a GPU this is about the step before: the host never waits for the device
-        raise state.loss_guard.error()
-    if has_defects:  # other images are in their place, so the update is made
-        _record_bad_images(trainer, used)
+        is_asked = trainer.process.asked_to_stop()  # also reports progress to the watchdog
+        # on a GPU this is about the step before: the host never waits for the device
+        is_stopping, defects = state.loss_guard.agree(state.step + 1, loss, used, is_asked=is_asked)
+    _record_bad_images(trainer, defects)  # other images are in their place, so the update is made
     with timer.charge("optimizer"):
         trainer.step.apply_gradients()
     with timer.charge("tracking"):
@@ -162,6 +154,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     state, job, group = trainer.state, trainer.job, trainer.process.group
     writer = trainer.records.checkpoints  # None on ranks other than 0
     step = state.confirm_step()
+    _record_bad_images(trainer, state.loss_guard.sync())
     trainer.divergence.compare(step)
     for model in filter(None, (state.model, state.ema)):
         state.strategy.average_buffers(model)
@@ -208,18 +201,19 @@ def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:
     return [sample for ids, _ in passes for sample in ids], digest
 
 
-def _record_bad_images(trainer: Trainer, used: list[Batch]) -> None:
-    """Tell of each bad image once.
+def _record_bad_images(trainer: Trainer, defects: list[Defect]) -> None:
+    """Tell of each bad image once. defects: those of all processes, perhaps known.
 
     Raises StorageError, in all processes, if there are more than data.max_bad allows.
     """
+    if not defects:
+        return
     known, images, config = trainer.state.bad_images, trainer.job.source.train, trainer.job.config
     new = []
-    for defects in trainer.process.group.all_gather([defect for batch in used for defect in batch.defects]):
-        for sample, reason in defects:
-            if sample not in known:
-                known[sample] = reason
-                new.append(BadImage(sample, images.name(sample), reason))
+    for sample, reason in defects:
+        if sample not in known:
+            known[sample] = reason
+            new.append(BadImage(sample, images.name(sample), reason))
     for listener in trainer.records.listeners:
         listener.found(new)
     limit = config.data.max_bad * trainer.job.plan.train_images

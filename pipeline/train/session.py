@@ -113,11 +113,6 @@ def build_state(
     return replace(job, plan=plan), state
 
 
-def run(trainer: Trainer) -> str:
-    """Train to the last step; return the result line. Raises a RunError without one."""
-    return finish(trainer, train_to_end(trainer))
-
-
 def train_to_end(trainer: Trainer) -> Evaluation:
     """Train to the last step; return the evaluation of its model. Record why if that fails."""
     job, process, state = trainer.job, trainer.process, trainer.state
@@ -153,8 +148,7 @@ def train_to_end(trainer: Trainer) -> Evaluation:
         if state.step < first_step + _FIRST_STEPS:
             shortage = addon("models.memory").explain_shortage(error, config, plan, first_step)
         if shortage:
-            job.folder.check_ours()
-            save_failure(job.folder.path, shortage, job.request)
+            save_failure(job.folder, shortage, job.request)
         _crash(trainer, shortage or error, is_secondary=not shortage and is_peer_failure(error))
 
 

@@ -45,10 +45,13 @@ class Step:
         group = state.strategy.group
         self._frozen.before_step(state.step)
         losses: list[Tensor] = []
+        failed = next((batch for batch in self.used if batch.outage), None)
         self.used = []
         for micro in range(passes):
             with self._timer.charge("data"):
-                batch = next(batches)
+                # none is waited for after an outage: on GPUs the processes agree on it a step later
+                batch = failed or next(batches)
+                failed = batch if batch.outage else None
             self.used.append(batch)
             # dropout draws from a generator that is seeded by position: no state of it to save
             seed_network(self._config.run.seed, "network", state.step, group.rank * passes + micro)

@@ -1,6 +1,7 @@
-"""The commands doctor and verify."""
+"""The commands recipes, doctor and verify."""
 
 import argparse
+import itertools
 import signal
 
 from pipeline.cli import arguments
@@ -10,6 +11,9 @@ from pipeline.guards.signals import handle
 
 
 def add_commands(commands: Commands) -> None:
+    help = "list the recipes: what each trains, its target, time, processes, data, source"
+    add_command(commands, "recipes", _recipes, help)
+
     doctor = add_command(
         commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints"
@@ -41,6 +45,17 @@ def add_commands(commands: Commands) -> None:
     help = "with --against: a text, which the result names if it has the digest of the weights"
     verify.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
     add_trust(verify)
+
+
+def _recipes(_: argparse.Namespace) -> str:
+    from pipeline.config.load import RECIPES, recipe_names
+
+    blocks = []
+    for name in recipe_names():
+        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
+        blocks.append("\n  ".join([name, *(line.removeprefix("# ") for line in comment)]))
+    return "\n\n".join(blocks)
 
 
 def _doctor(options: argparse.Namespace) -> str | int:

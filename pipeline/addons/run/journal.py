@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import BadImage
-from pipeline.record.checkpoint_files import checkpoint_of_step
+from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, JsonLines, events, final_status, read
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Start, Update
+
+
+def checkpoint_of_step(folder: Path, step: int) -> Path | None:
+    """Return the newest checkpoint of that step in `folder`, or None."""
+    return next((path for path in list_checkpoints(folder) if step_of(path) == step), None)
 
 
 class ToJournal(Listener):

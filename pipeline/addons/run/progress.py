@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from pipeline.addons.ops.credentials import without_password
+from pipeline.addons.run.journal import checkpoint_of_step
 from pipeline.errors import BadImage
 from pipeline.lazy import addon
-from pipeline.record.checkpoint_files import checkpoint_of_step
 from pipeline.record.terminal import Terminal
 from pipeline.supervision import process_stat
 from pipeline.train.evaluation import Evaluation
