@@ -192,5 +192,5 @@ def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
 def test_a_start_that_hangs_while_it_reads_a_checkpoint_is_ended(place: Place) -> None:
     hang = before_each("pipeline.record.checkpoint_files.read_verified", "time.sleep(600)")  # dead storage
     words = ("run.dir=runs/done", "run.timeout=1")
-    result = quick("train", "digits", *SMALL, *words, cwd=place.path, prelude=hang)
-    assert (result.code, "rank 0 made no progress for" in result.err) == (1, True), result.err
+    result = quick("train", "digits", *SMALL, *words, cwd=place.path, prelude=hang, code=1)
+    assert "rank 0 made no progress for" in result.err

@@ -94,8 +94,7 @@ def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
     fault_proxy.rates = dict.fromkeys(FAULTS, 0.05 / len(FAULTS))
     fault_proxy.only, fault_proxy.latency_ms = READS, 30
     run = job(tmp_path / "run", place, f"data.workers={workers}", nproc=world)
-    result = run.run()
-    assert result.code == 0, result.err
+    result = run.run(code=0)
     assert run.trace() == uninterrupted.trace()
     assert "bad image" not in result.err
     metrics = [row["metrics"] for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
@@ -121,8 +120,7 @@ def test_a_run_waits_for_a_bucket_that_is_dead_and_one_that_stays_dead_ends_it(
     fault_proxy.revive()
     run.wait_for_step(5 + seed % 4)
     fault_proxy.die()
-    result = run.wait()
-    assert result.code == 75
+    result = run.wait(code=75)
     assert result.error.startswith(f"the store is out of reach ({place}/train-0000.tar: ")
     fault_proxy.revive()
     assert run.run().out == uninterrupted.output()

@@ -309,8 +309,7 @@ def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path, full
     for words, says in [*wrong.items()][: None if full else 2]:
         request = ["digits", f"data.root={digits}", *words.split(), "track.uri=none"]
         # in an interpreter of its own: a fork has imported torch already
-        result = Job(tmp_path / "run", request, nproc=2, by_torchrun=True, interpreter=True).run()
-        assert result.code == 1
+        result = Job(tmp_path / "run", request, nproc=2, by_torchrun=True, interpreter=True).run(code=1)
         lines = [line for line in result.err.splitlines() if line.startswith("pipeline: ")]
         assert sum(says in line for line in lines) == 1, result.err
         assert "forcefully" not in result.err, "torchrun kills no rank: all have exited"
@@ -320,7 +319,6 @@ def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, di
     words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
     fail = ("from pipeline.errors import StorageError", "raise StorageError('the disk is full', 'make room')")
     prelude = before_each("pipeline.operate.start.set_aside", *fail)
-    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
-    assert result.code == 4, result.err
+    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks(code=4)
     assert result.err.count("the disk is full") == 1, "all ranks raise it, one prints it"
     assert "Traceback" not in result.err
