@@ -56,7 +56,6 @@ def start_holder(place: Place, *more: str) -> None:
 
 def end_holder(place: Place, how: str = "SIGTERM") -> None:
     """End the other process in one of three ways, once it has saved a checkpoint."""
-    assert place.holder
     wait_until(lambda: place.checkpoints("held"), "checkpoint")
     images, away = place.path / "images", place.path / "away"
     if how == "SIGTERM":
@@ -120,7 +119,6 @@ ROWS = [
 
 def damage_mirror(place: Place) -> None:
     """Damage all checkpoints in the bucket, and lose the disk."""
-    assert place.bucket
     for name in place.bucket.names("run/checkpoints/"):
         place.bucket.write(name, b"x")
     shutil.rmtree(place.path / "runs/mirrored")

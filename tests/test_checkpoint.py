@@ -63,7 +63,6 @@ def test_every_damaged_checkpoint_is_named_and_skipped(run: RunFolder, notes: No
         path.write_bytes(damaged)
         lines: list[str] = []
         found = newest_verified(run.checkpoints, lines.append)
-        assert found
         assert step_of(found[0]) == 1
         assert [path.name in line for line in lines] == [True]
     notes.note("C2", times=len(damages))

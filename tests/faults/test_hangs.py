@@ -88,7 +88,6 @@ session.make_loss_guard = make_loss_guard
     end = last_event(run.folder / "journal.jsonl")
     assert (end["status"], end["line"].partition(",")[0]) == ("KILLED", "rank 0 was asked to stop")
     found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
-    assert found
     assert step_of(found[0]) == 10, "the newest before the hang; that of step 15 waits for the device"
     assert job(tmp_path / "run", digits, *words, "train.max_steps=17", nproc=2).run().done["step"] == "17"
 
