@@ -211,13 +211,6 @@ def test_a_wrong_layout_is_one_line(folder: Path, change: str, says: str) -> Non
     assert says.replace("{}", str(folder)) in line
 
 
-def test_data_without_an_image_to_validate_on_is_not_trained_on(tmp_path: Path) -> None:
-    root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
-    assert scan(root, HoldOut(0.5)).size == DataSize(40, 0, 40, "50 % of each class held out")
-    result = quick("train", "digits", *SMALL, "data.source=folder", f"data.root={root}", code=2)
-    assert "no image to validate on" in result.error
-
-
 def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "made"
     words = ("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")

@@ -75,6 +75,10 @@ train init.yaml model.freeze=conv1,bn1,layer1,layer2,layer3,layer4,fc | leaves n
 train init.yaml model.init=IMAGENET1K_V9 | IMAGENET1K_V1
 train several.yaml data.balance=sqrt | data.balance
 train digits track.uri=htp://foo | track.uri=htp://foo
+train digits track.uri=http://h:99999 | track.uri=http://h:99999
+train digits 'track.uri=postgresql://u:pass word@h/db' | %20
+train digits track.register=digits@v1 | keeps the aliases latest and v1, v2
+train digits track.experiment=LONGLONG | up to 500 characters
 train digits track.uri=sqlite:///a?b/ml.db | track.uri=sqlite:///a?b/ml.db
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
 train digits augment.scale=[0.9,0.1] | augment.scale=[0.9, 0.1]
@@ -98,7 +102,7 @@ train digits data.source=pack data.root=torn-pack | torn-pack
 train digits data.source=folder data.root=differ | c in val/ only
 train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg
-train digits data.source=folder data.root=few | data.val_split=0.1
+train digits data.source=folder data.root=few | no image to validate on
 train empty.yaml | data.root
 train dotted.yaml | train: {epochs: 3}
 doctor digits --world=two | --world
@@ -123,13 +127,17 @@ runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
 trian digits | 'trian'
 data make cats | 'cats'
-data import imagenet photos out --pack zip | zip
+data import imagenet photos out --pack raw=4 | level raw=4 is not allowed
 data import imagenet photos out | ILSVRC2012_img_train.tar
 data pack photos out --val-split=1 | --val-split
+data pack photos out --level max-side=500 | level max-side=500 is not allowed: lossless, max-side=
+data pack photos out --level max-side=0,q=90 | level max-side=0,q=90 is not allowed
+data pack photos out --level max-side=500,q=101 | level max-side=500,q=101 is not allowed
 data pack packed out | packed
 data check differ --json | c in val/ only
 rehearse digits --nodes 2 --kill 9@3 | --nodes 2
 rehearse digits --nodes 2 run.resume=never | run.resume=never
+k8s recover | this is not a pod with a service account
 k8s render --nodes=7 | 91 or 98
 k8s render digits run.resume=never | run.resume=never
 k8s render --namespace=a.b | --namespace
