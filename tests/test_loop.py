@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import plan_of, refused
 from streams import make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -220,11 +219,6 @@ def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
         logits, Targets(labels, swap_partners(labels), own), Train(label_smoothing=0.1)
     )
     torch.testing.assert_close(found, functional.cross_entropy(logits, soft, label_smoothing=0.1))
-
-
-def test_passes_with_an_odd_number_of_images_are_refused() -> None:
-    line = refused(lambda: plan_of("batch.global=45", "augment.mixup=0.2", size=3))
-    assert "mix pairs, and a pass has 15 images" in line
 
 
 def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:

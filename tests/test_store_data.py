@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -302,13 +301,3 @@ def test_a_pack_that_is_missing_or_damaged_is_refused(bucket: Bucket, place: str
     index = bucket.read("digits/pack.index")
     bucket.write("digits/pack.index", index[:-1] + bytes([index[-1] ^ 1]))
     assert "pack.index cannot be read" in refused(lambda: images(place))
-
-
-def test_other_data_imports_no_client_of_stores(digits: Path) -> None:
-    code = (
-        "import sys, pipeline.train.session; from pipeline.config.load import load\n"
-        "from pipeline.addons.datasets.sources import open_source\n"
-        f"open_source(load('digits', ['data.root={digits}'])).train.read(0)\n"
-        "print({'boto3', 'botocore', 'pipeline.addons.store.ranges'} & {*sys.modules})"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
