@@ -78,6 +78,11 @@ class Result:
         assert len(lines) == 1, self.err
         return lines[0].removeprefix("pipeline: ")
 
+    def ended_with(self, code: int | None) -> "Result":
+        """Return this result; fail if the exit code is another one. None: any will do."""
+        assert code in (None, self.code), f"exit {self.code}, not {code}: {self.err[-20000:]}"
+        return self
+
 
 def environment(**extra: str) -> dict[str, str]:
     """Return this process's environment without MLflow's and our variables, plus `extra`."""
@@ -113,9 +118,12 @@ def run_together(
     return Result(max(codes, key=abs), out, err, time.monotonic() - start)
 
 
-def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
-    """Run a command in a new interpreter, and wait for its end."""
-    return run_together([[sys.executable, "-m", "pipeline", *arguments]], [env], cwd, timeout)
+def pipeline(
+    *arguments: str, cwd: Path | None = None, timeout: float = 300, code: int | None = None, **env: str
+) -> Result:
+    """Run a command in a new interpreter, and wait for its end. code: that it must exit with."""
+    command = [sys.executable, "-m", "pipeline", *arguments]
+    return run_together([command], [env], cwd, timeout).ended_with(code)
 
 
 def quick(
@@ -127,9 +135,7 @@ def quick(
     **env: str,
 ) -> Result:
     """Run a command in a fork, and wait for its end. code: that it must exit with."""
-    result = run_together([["pipeline", *arguments]], [env], cwd, timeout, prelude)
-    assert code in (None, result.code), f"{arguments}: exit {result.code}, not {code}: {result.err}"
-    return result
+    return run_together([["pipeline", *arguments]], [env], cwd, timeout, prelude).ended_with(code)
 
 
 def bench(
@@ -202,15 +208,18 @@ class Job:
         self.process = forked.server().start(command, environment(**self.env), outputs, self.prelude)
         return self
 
-    def wait(self, timeout: float = 240) -> Result:
-        """Return the result of the process; fail with the stacks in the log after `timeout` s."""
+    def wait(self, timeout: float = 240, code: int | None = None) -> Result:
+        """Return the result of the process; fail with the stacks in the log after `timeout` s.
+
+        code: that it must exit with.
+        """
         try:
-            code = self.process.wait(timeout)
+            found = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._dump_stacks()
             self.clean()
             raise AssertionError(f"still running after {timeout} s: {self.log()[-20000:]}") from None
-        return Result(code, self.output(), self.log(), time.monotonic() - self.started)
+        return Result(found, self.output(), self.log(), time.monotonic() - self.started).ended_with(code)
 
     def _dump_stacks(self) -> None:
         """Make the ranks and their loader workers write their stacks to the log."""
@@ -219,24 +228,23 @@ class Job:
                 kill(pid, signal.SIGUSR1)
         time.sleep(1)
 
-    def run(self) -> Result:
-        return self.start().wait()
+    def run(self, code: int | None = None) -> Result:
+        return self.start().wait(code=code)
 
     def send(self, number: int) -> None:
         kill(self.process.pid, number)
 
-    def stop(self, number: int = signal.SIGTERM) -> Result:
+    def stop(self, number: int = signal.SIGTERM, code: int | None = None) -> Result:
         """Send a signal, and return the result once all has ended."""
         self.send(number)
-        return self.wait()
+        return self.wait(code=code)
 
     def finished(self) -> "Job":
         """Train to the end, which must succeed; return the run."""
-        result = self.run()
-        assert result.code == 0, result.err
+        self.run(code=0)
         return self
 
-    def run_in_forks(self) -> Result:
+    def run_in_forks(self, code: int | None = None) -> Result:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         group = _ranks(self) if self.nproc > 1 else [self.env]
@@ -244,7 +252,7 @@ class Job:
         result = run_together(commands, group, None, 240, self.prelude)
         self.folder.with_suffix(".out").write_text(result.out)
         self.folder.with_suffix(".err").write_text(result.err)
-        return result
+        return result.ended_with(code)
 
     def output(self) -> str:
         """Return the standard output of the last start, which is its `done` line."""

@@ -53,8 +53,7 @@ def one(documents: list[Document], kind: str, name: str) -> Document:
 
 
 def pod_of(document: Document) -> Document:
-    pod: Document = document["spec"]["template"]["spec"]
-    return pod
+    return document["spec"]["template"]["spec"]
 
 
 def containers(pod: Document) -> list[Document]:
@@ -62,8 +61,7 @@ def containers(pod: Document) -> list[Document]:
 
 
 def settings(documents: list[Document]) -> dict[str, str]:
-    data: dict[str, str] = one(documents, "ConfigMap", "trainer")["data"]
-    return data
+    return one(documents, "ConfigMap", "trainer")["data"]
 
 
 def request_of(container: Document) -> list[str]:

@@ -111,8 +111,7 @@ class Run:
             pods = filter(is_active, self.cluster.pods(index))
             return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
-        pod: dict[str, Any] = self.wait(f"a pod of index {index}", living)[0]
-        return pod
+        return self.wait(f"a pod of index {index}", living)[0]
 
     def patch(self, **spec: object) -> None:
         self.cluster.kubectl("patch", "job", "trainer", "--patch", json.dumps({"spec": spec}))

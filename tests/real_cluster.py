@@ -116,8 +116,7 @@ class Cluster:
     def pods(self, index: int | None = None) -> list[dict[str, Any]]:
         """Return the pods of the trainers, of one index or of all."""
         of_index = f",batch.kubernetes.io/job-completion-index={index}" if index is not None else ""
-        pods: list[dict[str, Any]] = self.get("pods", "--selector", f"app=trainer{of_index}")["items"]
-        return pods
+        return self.get("pods", "--selector", f"app=trainer{of_index}")["items"]
 
     def evict(self, pod: str) -> None:
         """Evict a pod as a drain does, through the Eviction API, without touching its node."""
@@ -138,8 +137,7 @@ class Cluster:
     def mlflow_runs(self, run: str) -> list[dict[str, Any]]:
         """Return status and points (metric, step) of each MLflow run of that name."""
         answer = self.kubectl("exec", "deployment/mlflow", "--", "python3", "-c", _MLFLOW, run, timeout=300)
-        runs: list[dict[str, Any]] = json.loads(answer)
-        return runs
+        return json.loads(answer)
 
     def save_evidence(self, case: str) -> Path:
         """Write logs, events, objects and the journal to files; return their folder."""

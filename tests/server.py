@@ -24,9 +24,9 @@ def tracked_job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: s
     return Job(folder, words, nproc=nproc, env=env)
 
 
-def sync(job: Job, **env: str) -> Result:
-    """Send a run to MLflow."""
-    return quick("sync", str(job.folder), **env)
+def sync(job: Job, code: int | None = None, **env: str) -> Result:
+    """Send a run to MLflow. code: that the command must exit with."""
+    return quick("sync", str(job.folder), code=code, **env)
 
 
 class Server:

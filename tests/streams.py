@@ -76,7 +76,6 @@ def stream(
         data = TrainBatches(source.train, config, plan, rank)
         if config.data.resident == "on":
             resident = load_images(data, config, torch.device("cpu"), print, lambda: False)
-            assert resident
             ranks.append(list(resident.augment(batches(resident.draws, positions, plan, pin=False))))
         else:
             ranks.append(list(batches(data, positions, plan, pin=False)))

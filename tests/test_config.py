@@ -161,6 +161,7 @@ models:/digits@best /data/me@corp/x me@corp/x host:5000/a@b
 """
 HIDDEN = {
     "http://u:p@s@[::1]:1/a": "http://[::1]:1/a", "http://me@host/a@b": "http://host/a@b",
+    "mysql://h/db?pwd=a&passphrase=b&ssl=1": "mysql://h/db?ssl=1",
     "http://a:b@h,http://c:d@e": "http://h,http://e", "http://h/?to=http://u:p@x": "http://h/?to=http://x",
     "postgresql://u:5432/x@db/y": "postgresql://db/y", "mysql+pymysql://u:a@b/c@db/y": "mysql+pymysql://db/y",
     "https:/u:p@h/a@b": "https:/h/a@b", "x http://a:b/c@host:1 y s3:/d:e#f@b/x": "x http://host:1 y s3:/b/x",

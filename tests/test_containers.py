@@ -96,8 +96,7 @@ class Project:
 
 
 def inspect(container: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(docker("inspect", container))[0]
-    return found
+    return json.loads(docker("inspect", container))[0]
 
 
 @pytest.fixture(scope="module")
@@ -330,8 +329,7 @@ def two_processes(images: None) -> str:
      for fault in ("", "--kill 1@25", "--kill 0@25", "--cut 1@25:5"))],
 )  # fmt: skip
 def test_a_rehearsal_ends_with_the_same_weights(two_processes: str, faults: str) -> None:
-    result = pipeline("rehearse", "digits", "--nodes", "2", *faults.split(), *REHEARSED, timeout=600)
-    assert result.code == 0, result.err
+    result = pipeline("rehearse", "digits", "--nodes", "2", *faults.split(), *REHEARSED, timeout=600, code=0)
     assert result.out.strip() == two_processes
     assert result.err.count(" and is replaced ") >= faults.count("--kill")
     _assert_nothing_is_left(result.err)
@@ -340,7 +338,6 @@ def test_a_rehearsal_ends_with_the_same_weights(two_processes: str, faults: str)
 def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> None:
     command = [sys.executable, "-m", "pipeline", "rehearse", "digits", "--nodes", "2", *REHEARSED]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
         log = process.stderr.readline()
         while "first step done" not in log:
             log += process.stderr.readline() or pytest.fail(log)
@@ -365,8 +362,7 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
     ],
 )
 def test_a_wrong_rehearsal_request_prints_one_line(images: None, words: tuple[str, ...], says: str) -> None:
-    result = pipeline("rehearse", "digits", "--nodes", "2", *words)
-    assert result.code == 2
+    result = pipeline("rehearse", "digits", "--nodes", "2", *words, code=2)
     assert says in result.error
     _assert_nothing_is_left(result.err)
 

@@ -11,7 +11,7 @@ import torch
 from harness import Result, quick
 from object_store import Bucket, FaultProxy
 from place import Place
-from test_security import foreign_server
+from server import foreign_server
 
 from pipeline import errors, machine
 from pipeline.addons.datasets import images

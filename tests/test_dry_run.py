@@ -109,8 +109,7 @@ class LocalDDP(nn.Module):
         self.module = module
 
     def forward(self, pixels: Tensor) -> Tensor:
-        logits: Tensor = self.module(pixels)
-        return logits
+        return self.module(pixels)
 
     def register_comm_hook(self, state: object, hook: object) -> None: ...
 

@@ -75,8 +75,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.centre.lerp_(x.mean(0), 0.5)
-        output: torch.Tensor = self.norm(self.layer(x))
-        return output
+        return self.norm(self.layer(x))
 
 
 class Exact:

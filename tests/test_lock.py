@@ -245,15 +245,13 @@ def test_a_run_that_was_taken_over_in_a_save_writes_nothing_when_it_returns(
     before = contents(old.folder)
     for pid in frozen:
         kill(pid, signal.SIGCONT)
-    returned = old.wait(30)
-    assert returned.code == 75, returned.err
+    returned = old.wait(30, code=75)
     assert f"was taken over by process {new.ranks()[0]} on " in returned.err
     old.wait_gone(5)
     assert contents(old.folder) == before, "nothing is written"
     for pid in new.processes():
         kill(pid, signal.SIGCONT)
-    result = new.wait()
-    assert result.code == 0, result.err
+    result = new.wait(code=0)
     assert_each_sample_once(new.trace(), 48)
     if tracker == "none":
         uninterrupted = Job(tmp_path / "uninterrupted", words).finished()

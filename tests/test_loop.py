@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import plan_of, refused
 from streams import make_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -51,7 +50,6 @@ def test_a_resumed_state_makes_the_same_update(digits: Path, optimizer: str) -> 
     for position in range(2):
         loop.update_once(trainer, iter([batch_of(trainer, position)]))
     state.bad_images[7] = "empty file"
-    assert state.ema
     moved = [(weights(model) - before).norm() for model in (state.ema, state.model)]
     assert 0 < moved[0] < moved[1], "it follows"
     contents = copy_to_host(state.to_dict(state.totals))
@@ -239,11 +237,6 @@ def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
         logits, Targets(labels, swap_partners(labels), own), Train(label_smoothing=0.1)
     )
     torch.testing.assert_close(found, functional.cross_entropy(logits, soft, label_smoothing=0.1))
-
-
-def test_passes_with_an_odd_number_of_images_are_refused() -> None:
-    line = refused(lambda: plan_of("batch.global=45", "augment.mixup=0.2", size=3))
-    assert "mix pairs, and a pass has 15 images" in line
 
 
 def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:

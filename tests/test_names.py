@@ -19,16 +19,14 @@ def test_a_run_in_an_ascii_locale_is_sent_to_mlflow_and_its_result_printed(place
     (place.path / "recipe.yaml").write_text(recipe, encoding="utf-8")
     words = [word for word in SMALL if not word.startswith("track.")]
     make_database(place.path / "runs/mlflow.db")
-    done = pipeline("train", "recipe.yaml", *words, "run.dir=runs/ascii", cwd=place.path, **ASCII)
-    assert done.code == 0, done.err
+    done = pipeline("train", "recipe.yaml", *words, "run.dir=runs/ascii", cwd=place.path, **ASCII, code=0)
     assert done.done["step"] == "1"
     assert "everything in runs/ascii has been sent" in (place.path / "runs/ascii/sync.log").read_text()
     client = MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("Größe – 日本").experiment_id])
     assert (run.info.status, run.data.params["recipe"]) == ("FINISHED", "größe")
     shutil.copytree(place.path / "images/val", place.path / "日本")
-    shown = pipeline("predict", "runs/ascii", "日本", cwd=place.path, PYTHONIOENCODING="ascii")
-    assert shown.code == 0, shown.err
+    shown = pipeline("predict", "runs/ascii", "日本", cwd=place.path, PYTHONIOENCODING="ascii", code=0)
     assert [line[:13] for line in shown.out.splitlines()] == [r"\u65e5\u672c/"] * 4
 
 

@@ -176,8 +176,7 @@ def test_a_cgroup_and_those_above_it_limit_the_cpus(tmp_path: Path, monkeypatch:
 
 def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     words = ("data.workers=6", "batch.accumulate=2", "--world", "4", "--nodes", "2")
-    result = harness.quick("plan", "digits", *words, cwd=tmp_path)
-    assert result.code == 0, result.err
+    result = harness.quick("plan", "digits", *words, cwd=tmp_path, code=0)
     for row in (
         "batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",
         "workers        3 a process = ⌈6 a node / 2⌉",

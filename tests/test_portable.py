@@ -24,8 +24,7 @@ def train_command(folder: Path, digits: Path) -> list[str]:
 
 
 def plan(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "plan.json").read_text())
-    return found
+    return json.loads((folder / "plan.json").read_text())
 
 
 def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_difference(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import environment, quick
+from harness import environment
 
 from pipeline.addons.deploy.recovery import ApiServer, end_overdue_pods
 
@@ -121,8 +121,3 @@ def test_a_server_with_another_certificate_gets_no_token_and_sigterm_ends_it_wit
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
             assert process.stderr.read() == ""
-
-
-def test_outside_a_cluster_it_exits_with_2() -> None:
-    result = quick("k8s", "recover")
-    assert (result.code, result.error.startswith("this is not a pod with a service account")) == (2, True)

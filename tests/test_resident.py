@@ -81,7 +81,6 @@ def test_validation_images_are_decoded_once(digits: Path, tmp_path: Path) -> Non
     shutil.rmtree(root)
     results.append(evaluator.evaluate(1, SILENT, lambda: False))
     first = results[0]
-    assert first is not None
     assert len(first.bad_images) == 1
     assert [result and (result.evaluation, result.bad_images) for result in results] == [
         (first.evaluation, first.bad_images)

@@ -90,8 +90,7 @@ def test_a_pack_that_loses_its_store_and_is_killed_resumes_to_the_same_objects(
     complete = {name[1:-5] for name in left if re.fullmatch(r"\.(train|val)-\d+\.tar\.json", name)}
     assert complete <= left.keys()
     del fault_proxy.requests[:]
-    whole = pipeline(*words, TMPDIR=str(temporary))
-    assert whole.code == 0, whole.err
+    whole = pipeline(*words, TMPDIR=str(temporary), code=0)
     assert objects(bucket) == files(local), f"seed {seed}"
     assert not complete & written(fault_proxy), "a complete shard is not packed again"
     assert fault_proxy.counts
@@ -119,7 +118,6 @@ def test_a_prefix_with_other_contents_is_left_unchanged(images: Path, local: Pat
 
 
 def test_a_disk_without_room_for_the_shards_is_named(images: Path, bucket: Bucket, small_disk: Path) -> None:
-    result = pipeline("data", "pack", str(images), f"{bucket.place}/pack", TMPDIR=str(small_disk))
-    assert result.code == 4
+    result = pipeline("data", "pack", str(images), f"{bucket.place}/pack", TMPDIR=str(small_disk), code=4)
     assert "TMPDIR" in result.error
     assert list(small_disk.iterdir()) == []

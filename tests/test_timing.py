@@ -36,8 +36,7 @@ def test_entries_sum_to_the_wall_time(job: Callable[..., Job]) -> None:
              "batch.global=8", "train.epochs=2", "track.every=1 step", "evaluate.batch=8")  # fmt: skip
     sleeps = [before_each(function, f"time.sleep({seconds})") for function, seconds, _ in SLOW.values()]
     run = job(*words, prelude="\n".join(f"exec({code!r}, {{}})" for code in sleeps))
-    result = run.run()
-    assert result.code == 0, result.err
+    result = run.run(code=0)
     metrics = [row.get("metrics", {}) for row in read_rows(run.folder / "journal.jsonl")]
     found = [row for row in metrics if "time/epoch_s" in row]
     assert len(found) == 2, "one row an epoch"

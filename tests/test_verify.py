@@ -35,8 +35,7 @@ def job(folder: Path, digits: Path) -> Job:
 
 
 def receipt(run: Path) -> dict[str, Any]:
-    contents: dict[str, Any] = json.loads((run / "receipt.json").read_text())
-    return contents
+    return json.loads((run / "receipt.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,10 @@ train init.yaml model.freeze=conv1,bn1,layer1,layer2,layer3,layer4,fc | leaves n
 train init.yaml model.init=IMAGENET1K_V9 | IMAGENET1K_V1
 train several.yaml data.balance=sqrt | data.balance
 train digits track.uri=htp://foo | track.uri=htp://foo
+train digits track.uri=http://h:99999 | track.uri=http://h:99999
+train digits 'track.uri=postgresql://u:pass word@h/db' | %20
+train digits track.register=digits@v1 | keeps the aliases latest and v1, v2
+train digits track.experiment=LONGLONG | up to 500 characters
 train digits track.uri=sqlite:///a?b/ml.db | track.uri=sqlite:///a?b/ml.db
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
 train digits augment.scale=[0.9,0.1] | augment.scale=[0.9, 0.1]
@@ -98,7 +102,7 @@ train digits data.source=pack data.root=torn-pack | torn-pack
 train digits data.source=folder data.root=differ | c in val/ only
 train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg
-train digits data.source=folder data.root=few | data.val_split=0.1
+train digits data.source=folder data.root=few | no image to validate on
 train empty.yaml | data.root
 train dotted.yaml | train: {epochs: 3}
 doctor digits --world=two | --world
@@ -123,13 +127,17 @@ runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
 trian digits | 'trian'
 data make cats | 'cats'
-data import imagenet photos out --pack zip | zip
+data import imagenet photos out --pack raw=4 | level raw=4 is not allowed
 data import imagenet photos out | ILSVRC2012_img_train.tar
 data pack photos out --val-split=1 | --val-split
+data pack photos out --level max-side=500 | level max-side=500 is not allowed: lossless, max-side=
+data pack photos out --level max-side=0,q=90 | level max-side=0,q=90 is not allowed
+data pack photos out --level max-side=500,q=101 | level max-side=500,q=101 is not allowed
 data pack packed out | packed
 data check differ --json | c in val/ only
 rehearse digits --nodes 2 --kill 9@3 | --nodes 2
 rehearse digits --nodes 2 run.resume=never | run.resume=never
+k8s recover | this is not a pod with a service account
 k8s render --nodes=7 | 91 or 98
 k8s render digits run.resume=never | run.resume=never
 k8s render --namespace=a.b | --namespace
@@ -309,8 +317,7 @@ def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path, full
     for words, says in [*wrong.items()][: None if full else 2]:
         request = ["digits", f"data.root={digits}", *words.split(), "track.uri=none"]
         # in an interpreter of its own: a fork has imported torch already
-        result = Job(tmp_path / "run", request, nproc=2, by_torchrun=True, interpreter=True).run()
-        assert result.code == 1
+        result = Job(tmp_path / "run", request, nproc=2, by_torchrun=True, interpreter=True).run(code=1)
         lines = [line for line in result.err.splitlines() if line.startswith("pipeline: ")]
         assert sum(says in line for line in lines) == 1, result.err
         assert "forcefully" not in result.err, "torchrun kills no rank: all have exited"
@@ -320,7 +327,6 @@ def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, di
     words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
     fail = ("from pipeline.errors import StorageError", "raise StorageError('the disk is full', 'make room')")
     prelude = before_each("pipeline.operate.start.set_aside", *fail)
-    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks()
-    assert result.code == 4, result.err
+    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks(code=4)
     assert result.err.count("the disk is full") == 1, "all ranks raise it, one prints it"
     assert "Traceback" not in result.err

@@ -24,12 +24,10 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: 
     run = job(tmp_path / "run", digits).start()
     run.wait_for_step(5)
     kill(run.ranks()[1], signal.SIGSTOP)
-    result = run.wait(LIMIT + 60)
-    assert result.code == 1
+    result = run.wait(LIMIT + 60, code=1)
     run.wait_gone(1)
     assert "rank 1 was killed by signal 9" in result.err.splitlines()[-1], "the launcher kills and names it"
-    resumed = job(tmp_path / "run", digits, f"train.max_steps={run.step() + 2}").run()
-    assert resumed.code == 0, "the same command resumes"
+    job(tmp_path / "run", digits, f"train.max_steps={run.step() + 2}").run(code=0)  # the same command resumes
 
 
 @pytest.mark.full
@@ -44,8 +42,7 @@ def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run_with_the_st
     run.wait_for_step(run.step() + 5)
     workers = [pid for pid in children(run.ranks()[0]) if "pipeline train" in command_line(pid)]
     kill(workers[0], signal.SIGSTOP)
-    result = run.wait(LIMIT + 60)
-    assert result.code == 1
+    result = run.wait(LIMIT + 60, code=1)
     run.wait_gone(3)
     stacks = run.folder / "hang-rank-0.txt"
     assert "most recent call first" in stacks.read_text()
@@ -83,8 +80,7 @@ def make_loss_guard(*parts):
 session.make_loss_guard = make_loss_guard
 """
     run.start().wait_until((tmp_path / "waits").exists, "wait")
-    result = run.stop()
-    assert result.code == 75, "before run.timeout ends them, with 1"
+    result = run.stop(code=75)  # before run.timeout ends them, with 1
     run.wait_gone(1)
     # the other rank exits by itself, too, or because this one is gone
     assert "rank 0 was asked to stop, made no progress for " in result.err
@@ -92,7 +88,6 @@ session.make_loss_guard = make_loss_guard
     end = last_event(run.folder / "journal.jsonl")
     assert (end["status"], end["line"].partition(",")[0]) == ("KILLED", "rank 0 was asked to stop")
     found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
-    assert found
     assert step_of(found[0]) == 10, "the newest before the hang; that of step 15 waits for the device"
     assert job(tmp_path / "run", digits, *words, "train.max_steps=17", nproc=2).run().done["step"] == "17"
 
@@ -107,8 +102,7 @@ def test_the_first_error_is_the_last_line_with_rank_step_and_samples(
     run.prelude = before_each(
         "torch.nn.functional.cross_entropy", f"if {is_due}: raise RuntimeError('injected')"
     )
-    result = run.run()
-    assert result.code == 1
+    result = run.run(code=1)
     assert "made no progress" not in result.err, "the others do not wait for run.timeout"
     last = result.err.splitlines()[-1]
     assert f"rank {rank} failed at step 11 (sample ids " in last  # the first of the 12 calls warms up DDP

@@ -163,8 +163,7 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
             kill(rank, signal.SIGKILL)
         run.wait_gone(5)
     run.nproc = 1
-    result = run.run()
-    assert result.code == 0
+    result = run.run(code=0)
     assert "resuming with 1 process instead of 3" in result.err
     assert_each_sample_once(run.trace(), 48)
     assert run.trace() == expected.trace()
@@ -229,8 +228,7 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
         timer = f"threading.Timer({draw.uniform(0, 0.1)}, os.kill, (os.getpid(), {number:d}))"
         fault = f"if os.environ['RANK'] in {ranks!r}: {timer}.start()"
         run.prelude = before_each(f"pipeline.train.loop.{PHASES[phase]}", fault)
-        result = run.run()
-        assert result.code == (75 if number == signal.SIGTERM else 1), (phase, number, result.err)
+        run.run(code=75 if number == signal.SIGTERM else 1)
         run.wait_gone(5)
         notes.note("J2")
     run.prelude = ""

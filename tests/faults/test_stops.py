@@ -42,8 +42,7 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         step = run.step()
         start = time.monotonic()
         kill(draw.choice(run.ranks()), signal.SIGTERM)
-        result = run.wait(60)  # docs/faults.md has the measured time
-        assert result.code == 75, (phase, result.err)
+        result = run.wait(60, code=75)  # docs/faults.md has the measured time
         notes.note("B1", seconds=time.monotonic() - start)
         run.wait_gone(1)
         found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
@@ -64,8 +63,7 @@ def test_a_closed_terminal_stops_a_run_which_saves_that_step(
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start()
     run.wait_for_step(5)
-    result = run.stop(signal.SIGHUP)
-    assert result.code == 75
+    result = run.stop(signal.SIGHUP, code=75)
     assert f"step {run.step()} is saved" in result.error
     assert step_of(run.checkpoints()[-1]) == run.step()
 
@@ -116,8 +114,7 @@ def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
         before = run.step()
         run.start().wait_until(run.ranks, "the first rank")
         time.sleep(draw.uniform(0, longest))
-        result = run.stop(number)
-        assert result.code == 75, result.err
+        result = run.stop(number, code=75)
         made = f": step {run.step()} is saved" if run.step() > before else " before a step was made"
         assert f"asked to stop{made}" in result.error
         run.wait_gone(1)
@@ -143,8 +140,7 @@ def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
         call = ("operate.resume.decode_state", "operate.start.find", "train.session.build")[instant % 3]
         timer = f"threading.Timer({draw.uniform(0, 0.08)}, os.kill, (os.getpid(), signal.SIGTERM))"
         run.prelude = before_each(f"pipeline.{call}", f"{timer}.start()")
-        result = run.run()
-        assert result.code == 75, (call, result.err)
+        result = run.run(code=75)
         assert "asked to stop" in result.error
     assert not (run.folder / "failure.json").exists()
 
@@ -171,8 +167,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, 
     kill(sender, signal.SIGSTOP)
     run.send(signal.SIGINT)
     run.wait_until(lambda: "sending what" in run.log(), "wait for MLflow")
-    result = run.stop(signal.SIGINT)
-    assert result.code == 75
+    result = run.stop(signal.SIGINT, code=75)
     assert f"step {run.step()} is saved" in result.error
     run.clean()
 
@@ -220,8 +215,8 @@ def test_a_second_start_exits_75_and_names_the_holder(tmp_path: Path, digits: Pa
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):
-        second = quick("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=120)
-        assert second.code == 75, "it does not wait for the first, which trains on"
+        # it does not wait for the first, which trains on
+        second = quick("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=120, code=75)
         assert f"held by process {run.ranks()[0]}" in second.error
     kill(run.ranks()[1], signal.SIGTERM)
     assert run.wait().code == 75, "the first run continues until it is stopped"

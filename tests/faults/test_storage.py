@@ -42,8 +42,7 @@ def test_a_run_survives_a_full_disk_if_space_is_freed_and_otherwise_exits_4(
     resize(2.5)
     run = job(small_disk / "run", digits)
     run.prelude = "from pipeline.record import checkpoint; checkpoint.MAX_FAILING_S = 1"
-    result = run.run()
-    assert result.code == 4
+    result = run.run(code=4)
     assert "saves failed 5 times in a row" in result.error
     assert result.err.count("No space left on device") >= 5, "one warning for each failed save"
     assert [step_of(path) for path in run.checkpoints()] == [3, 6]
@@ -80,14 +79,12 @@ def test_a_failure_that_a_full_disk_does_not_keep_is_not_promised(small_disk: Pa
     run.start().wait_for_step(1)
     fill_disk()
     kill(run.ranks()[0], signal.SIGTERM)
-    result = run.wait()
-    assert result.code == 75, "the same command resumes from an earlier step"
+    result = run.wait(code=75)  # the same command resumes from an earlier step
     assert "asked to stop: step" in result.error
     filler.unlink()
     run.start().wait_for_step(1)
     fill_disk()
-    result = run.wait()
-    assert result.code == 4
+    result = run.wait(code=4)
     assert "the last checkpoint, of step 30, could not be saved" in result.error
     assert result.err.count("checkpoint of step 30 was not saved") == 2, "it is tried again"
     assert "now fails at once" not in result.err
@@ -108,8 +105,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_one_line(
     else:
         (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
     run = job(small_disk / "run", digits)
-    result = quick(*run.train_words(), "--nproc", "2", timeout=100)
-    assert result.code == code
+    result = quick(*run.train_words(), "--nproc", "2", timeout=100, code=code)
     assert f"{run.folder} cannot be written: {says.format(small_disk)}" in result.error
     notes.note(row)
 
@@ -166,12 +162,10 @@ def test_a_run_waits_for_data_out_of_reach_and_exits_75_if_it_does_not_come_back
     run.wait_for_step(run.step() + 3)
     assert 1 <= run.log().count("the data is out of reach") <= 4, "at most once a loader"
     root.rename(away)
-    result = run.wait()
-    assert result.code == 75, "before run.timeout, which ends with 1"
+    result = run.wait(code=75)  # before run.timeout, which ends with 1
     assert result.error.startswith(f"the data is out of reach ({root}/")
     assert "give the same command again" in result.error
-    second = run.run()
-    assert (second.code, f"data.root={root} is missing or empty" in second.error) == (75, True)
+    assert f"data.root={root} is missing or empty" in run.run(code=75).error
     away.rename(root)
     assert run.run_in_forks().out == expected.output()
     assert run.trace() == expected.trace()
