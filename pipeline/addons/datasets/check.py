@@ -43,10 +43,9 @@ class Findings:
         self.defects: dict[str, str] = {}
         self.turned = 0
         self.dark: list[str] = []
+        # SHA-256 of each image; zeros if it cannot be decoded
         self.digests = np.zeros((len(index.train) + len(index.val), 32), np.uint8)
-        """SHA-256 of each image; zeros if it cannot be decoded."""
-        self.kind, self.note = "", ""
-        """Texts before and after the size of the data on the page."""
+        self.kind, self.note = "", ""  # texts before and after the size of the data on the page
 
     def look_at_all(self, source: Source) -> None:
         """Look at all images of a folder, a table or a pack."""

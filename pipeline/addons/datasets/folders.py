@@ -33,10 +33,9 @@ class Walk:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._base = os.fsencode(root)
-        self.folders: dict[str, int] = {}
-        """The modification time of each folder with images."""
+        self.folders: dict[str, int] = {}  # the modification time of each folder with images
+        # the number of files and folders that are left out, by the reason
         self.ignored: Counter[str] = Counter()
-        """The number of files and folders that are left out, by the reason."""
 
     @contextmanager
     def errors(self) -> Iterator[None]:

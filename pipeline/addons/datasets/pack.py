@@ -44,8 +44,7 @@ REQUEST = ".packing.json"
 REPACK = "remove it and pack it again"
 NOT_PACKED = "could not be read when it was packed"
 _MAX_BYTES = {SUMMARY: 1 << 28, INDEX: 1 << 32}  # of 40 million images
-_ATTEMPTS = 3
-"""Reads of an index from a bucket, until one has the digest that the summary names."""
+_ATTEMPTS = 3  # reads of an index from a bucket, until one has the digest that the summary names
 NPY_MAGIC = b"\x93NUMPY"
 """First bytes of an image of a pack of pixels, and of no image file."""
 
@@ -55,11 +54,9 @@ class Level:
     """The form in which a pack stores images."""
 
     text: str
-    max_side: int | None = None
-    """Longer side in pixels, at most; with `quality`, of a JPEG."""
+    max_side: int | None = None  # longer side in pixels, at most; with `quality`, of a JPEG
     quality: int | None = None
-    raw: int | None = None
-    """Shorter side in pixels, at most, of decoded pixels."""
+    raw: int | None = None  # shorter side in pixels, at most, of decoded pixels
 
     @classmethod
     def parse(cls, text: str) -> "Level":

@@ -164,8 +164,7 @@ def _shards(index: Index) -> Iterator[Shard]:
 
 
 _Job = tuple[Source, Level, Path | Store]
-_job: tuple[Source, Level, Target]
-"""Shared by all tasks of a worker process, see `_start_worker`."""
+_job: tuple[Source, Level, Target]  # shared by all tasks of a worker process, see `_start_worker`
 
 
 def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -> None:

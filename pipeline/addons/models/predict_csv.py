@@ -18,8 +18,7 @@ from pipeline.record.terminal import Terminal
 
 _RANKS = ("", *(f"_{rank}" for rank in range(2, TOP_K + 1)))
 COLUMNS = ("path", *(name + rank for rank in _RANKS for name in ("class", "probability")), "defect", "model")
-_FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")
-"""Beginning of a class name that a spreadsheet would run."""
+_FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")  # beginning of a class name that a spreadsheet would run
 
 
 def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:

@@ -25,8 +25,7 @@ from pipeline.errors import RequestError, RunError, one_line
 
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
 _ATTEMPTS = 5  # of boto3: for 5xx, a time-out or SlowDown, with growing pauses
-_MAX_READ_BYTES = 1 << 28
-"""Size of an object that is read into memory, unless the caller gives another limit."""
+_MAX_READ_BYTES = 1 << 28  # size of an object that is read into memory, unless the caller gives another limit
 _REDIRECTS = (301, 302, 307, 308)
 _REFUSALS = (*_REDIRECTS, 401, 403, 404, 405, 501)
 _REFUSAL_CODES = ("InvalidBucketName", "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed")
@@ -47,13 +46,10 @@ class MissingError(RunError):
 
 @dataclass(frozen=True)
 class StoredObject:
-    name: str
-    """Below the store's prefix."""
+    name: str  # below the store's prefix
     size: int
-    etag: str
-    """The store's identifier of these contents, for a conditional write."""
-    age_s: float = 0
-    """Seconds since it was written, by the store's clock; 0 in a listing."""
+    etag: str  # the store's identifier of these contents, for a conditional write
+    age_s: float = 0  # seconds since it was written, by the store's clock; 0 in a listing
 
 
 class Store:
