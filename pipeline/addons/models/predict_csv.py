@@ -11,8 +11,8 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from pipeline.addons.models.predict import TOP_K, classify, list_images, read_model
-from pipeline.addons.models.trained import eval_weights, weights_digest
+from pipeline.addons.models.predict import TOP_K, classify, list_images
+from pipeline.addons.models.trained import eval_weights, read_model, weights_digest
 from pipeline.errors import RequestError, StorageError
 from pipeline.record.terminal import Terminal
 
