@@ -293,9 +293,8 @@ class Index:
             texts = [*index.classes, *index.ignored, *index.notes, index.table]
             labels = {label for labels in index.label_sets for label in labels}
             is_valid = labels <= set(range(len(index.classes)))
-            is_valid &= all(text.isprintable() for text in texts) and b"\0" not in b"".join(
-                map(os.fsencode, index.folders)
-            )
+            is_valid &= all(text.isprintable() for text in texts)
+            is_valid &= b"\0" not in b"".join(map(os.fsencode, index.folders))
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an index: {error}") from None
         if not is_valid or not 0 <= index.hold_out.share < 1 or index.hold_out.by not in RULES:
@@ -306,3 +305,8 @@ class Index:
 def describe_ignored(ignored: dict[str, int]) -> str:
     by_number = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
     return list_first([f"{count:,} {reason.removeprefix('extension ')}" for reason, count in by_number], 6)
+
+
+def left_out(ignored: dict[str, int]) -> str:
+    """Return what was left out, in brackets, for the end of a message."""
+    return f" (left out: {describe_ignored(ignored)})" if ignored else ""

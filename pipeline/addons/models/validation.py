@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.addons.datasets import sources
 from pipeline.addons.datasets.holdout import HoldOut
-from pipeline.addons.datasets.index import Index, Split, describe_ignored
+from pipeline.addons.datasets.index import Index, Split, left_out
 from pipeline.addons.datasets.manifest import scan, scan_validation
 from pipeline.addons.datasets.names import class_of
 from pipeline.addons.datasets.sources import data_root, hold_out_of
@@ -53,7 +53,7 @@ def open_validation(
         description = f"the {len(images):,} images of {root}/val"
     elif hold_out:
         description = f"the {len(images):,} held-out images of {root}"
-    description += f" (left out: {describe_ignored(ignored)})" if ignored else ""
+    description += left_out(ignored)
     index = Index(Split.from_entries([]), images, classes, upright=config.data.orientation == "apply")
     return sources.source_from_index(root, index), description
 

@@ -152,8 +152,7 @@ class Store:
             pages = self._client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self._key(folder)):
                 for entry in page.get("Contents", ()):
-                    name = entry["Key"][start:]
-                    yield StoredObject(name, entry["Size"], entry["ETag"])
+                    yield StoredObject(entry["Key"][start:], entry["Size"], entry["ETag"])
 
     def delete(self, name: str) -> None:
         """Delete an object; one that does not exist is no error."""
@@ -163,9 +162,8 @@ class Store:
     def presign(self, name: str, seconds: int) -> str:
         """Return a URL that reads this object without credentials for so many seconds: a secret."""
         with self._requesting(name):
-            return str(
-                self._client.generate_presigned_url("get_object", self._address(name), ExpiresIn=seconds)
-            )
+            address = self._address(name)
+            return str(self._client.generate_presigned_url("get_object", address, ExpiresIn=seconds))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -224,7 +222,6 @@ def _end_at_redirect(response: Any, operation: Any, **_: object) -> None:
 
 
 def _error_of(place: str, error: BaseException) -> Exception:
-    """Return what an error of boto3 means."""
     from botocore.exceptions import ClientError, NoCredentialsError
 
     reason = without_password(str(error))  # it may hold the endpoint

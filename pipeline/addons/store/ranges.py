@@ -223,7 +223,6 @@ class RangeReader:
         return connection
 
     def _url(self, name: str) -> str:
-        """Return the signed URL of an object."""
         with self._lock:
             found, until = self._urls.get(name, ("", 0.0))
             now = time.monotonic()
