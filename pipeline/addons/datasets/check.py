@@ -12,14 +12,12 @@ import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pipeline.addons.datasets import checksums, pack, sources
 from pipeline.addons.datasets.folders import CACHE
 from pipeline.addons.datasets.holdout import HoldOut
-from pipeline.addons.datasets.index import Index
 from pipeline.addons.datasets.manifest import check_folder, save_index, scan
 from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.table import Table
@@ -36,20 +34,17 @@ Pairs = list[tuple[int, int]]
 
 
 class Findings:
-    """Defects, digests and other facts about the images of an index, found by looking at each."""
+    """Defects, digests and other facts about the images of a source, found by looking at each."""
 
-    def __init__(self, index: Index) -> None:
-        self.index = index
+    def __init__(self, source: Source) -> None:
+        """source: of a folder, a table or a pack."""
+        index = self.index = source.index
         self.defects: dict[str, str] = {}
         self.turned = 0
         self.dark: list[str] = []
+        # SHA-256 of each image; zeros if it cannot be decoded
         self.digests = np.zeros((len(index.train) + len(index.val), 32), np.uint8)
-        """SHA-256 of each image; zeros if it cannot be decoded."""
-        self.kind, self.note = "", ""
-        """Texts before and after the size of the data on the page."""
-
-    def look_at_all(self, source: Source) -> None:
-        """Look at all images of a folder, a table or a pack."""
+        self.kind, self.note = "", ""  # texts before and after the size of the data on the page
         self._look_at(source.train, 0)
         self._look_at(source.val, len(source.train))
 
@@ -63,7 +58,8 @@ class Findings:
                 data = images.read(i)
                 picture = Picture.open(data, upright=self.index.upright)
                 pixels = picture.region(0, 0, picture.height, picture.width).numpy()
-                self.digests[first + i] = np.frombuffer(_sha256(data), np.uint8)
+                content = data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()
+                self.digests[first + i] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
                 return "", picture.orientation != 1, bool(pixels.max() < DARK)
             except UnreadableError as error:
                 return str(error), False, False
@@ -191,7 +187,7 @@ def check(root: Path, val_split: float, words: list[str], *, write_sums: bool, a
         if write_sums:
             what = "table" if table else "pack, which has its own sums"
             raise RequestError(f"{root} is a {what}", "leave --write-sums out")
-        found = _check_table(table) if table else _check_pack(root)
+        found = Findings(sources.source_of_table(table)) if table else _check_pack(root)
     else:
         found = _check_images(root, HoldOut(val_split), write_sums=write_sums)
     place, remedy = f"the {len(found.digests):,} images of {root}", "fix or remove the files"
@@ -213,8 +209,7 @@ def _check_images(root: Path, hold_out: HoldOut, *, write_sums: bool) -> Finding
     index = scan(root, hold_out)
     # a file fixed in place changes no folder's time: training would use an older cached index
     save_index(index, root / CACHE)
-    found = Findings(index)
-    found.look_at_all(sources.source_from_index(root, index))
+    found = Findings(sources.source_from_index(root, index))
     if not write_sums:
         found.defects |= dict(checksums.check_sums(root, index, found.digests)) if index.sums else {}
     elif not found.defects:
@@ -224,23 +219,10 @@ def _check_images(root: Path, hold_out: HoldOut, *, write_sums: bool) -> Finding
     return found
 
 
-def _check_table(table: Table) -> Findings:
-    source = sources.source_of_table(table)
-    found = Findings(source.index)
-    found.look_at_all(source)
-    return found
-
-
 def _check_pack(root: Path) -> Findings:
-    found, summary = Findings(pack.open_index(root)), pack.read_summary(root)
-    found.kind = f"a {summary['level']} pack of "
+    index, summary = pack.open_index(root), pack.read_summary(root)
     changed = dict(pack.changed_shards(root, summary))
-    found.look_at_all(sources.source_from_index(root, found.index))
+    found = Findings(sources.source_from_index(root, index))
+    found.kind = f"a {summary['level']} pack of "
     found.defects = changed | found.defects
     return found
-
-
-def _sha256(data: bytes | np.ndarray[Any, Any]) -> bytes:
-    if isinstance(data, bytes):
-        return hashlib.sha256(data).digest()
-    return hashlib.sha256(f"{data.shape}".encode() + data.tobytes()).digest()

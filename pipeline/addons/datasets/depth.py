@@ -36,10 +36,8 @@ def check_colour(pixels: NDArray[np.uint8]) -> None:
 
 def _check_is_bright(highest: int) -> None:
     if 0 < highest <= _12_BIT:
-        raise UnreadableError(
-            f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black: if they are 12-bit"
-            " values, multiply them by 16"
-        )
+        problem = f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black"
+        raise UnreadableError(f"{problem}: if they are 12-bit values, multiply them by 16")
 
 
 def _range(image: Image.Image) -> tuple[float, float]:
@@ -55,10 +53,9 @@ def _range(image: Image.Image) -> tuple[float, float]:
     if kind in (_SIGNED, _FLOAT) or bits > 16:
         if low < high:
             return float(low), float(high)
-        raise UnreadableError(
-            f"{bits}-bit {'float' if kind == _FLOAT else 'integer'} pixels, and no TIFF tag SMaxSampleValue"
-            " says which value is white: save it with 8 bits, or with 16 bits and no sign"
-        )
+        pixels = f"{bits}-bit {'float' if kind == _FLOAT else 'integer'} pixels"
+        problem = f"{pixels}, and no TIFF tag SMaxSampleValue says which value is white"
+        raise UnreadableError(f"{problem}: save it with 8 bits, or with 16 bits and no sign")
     # other values are statistics of the image: the highest one that occurs
     return 0, float(high) if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
 

@@ -29,10 +29,8 @@ def open_regular(path: str | bytes, flags: int) -> int:
 
 
 def outage_error(path: bytes | Path, error: OSError) -> OutageError:
-    return OutageError(
-        f"the data is out of reach ({printable_name(os.fsencode(path))}: {error.strerror})",
-        "give the same command again once it is back",
-    )
+    problem = f"the data is out of reach ({printable_name(os.fsencode(path))}: {error.strerror})"
+    return OutageError(problem, "give the same command again once it is back")
 
 
 def raise_if_outage(path: bytes | Path, error: OSError) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.addons.datasets import file_errors, names
-from pipeline.addons.datasets.index import MISSING, Index, describe_ignored
+from pipeline.addons.datasets.index import MISSING, Index, left_out
 from pipeline.addons.datasets.names import normal_path, printable_name
 from pipeline.data.interface import OutageError
 from pipeline.errors import RequestError, list_first
@@ -33,10 +33,9 @@ class Walk:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._base = os.fsencode(root)
-        self.folders: dict[str, int] = {}
-        """The modification time of each folder with images."""
+        self.folders: dict[str, int] = {}  # the modification time of each folder with images
+        # the number of files and folders that are left out, by the reason
         self.ignored: Counter[str] = Counter()
-        """The number of files and folders that are left out, by the reason."""
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -68,10 +67,8 @@ class Walk:
             other = classes.setdefault(names.class_of(name), name)
             if other != name:
                 both = f"{escaped_name(other)} and {escaped_name(name)}"
-                raise RequestError(
-                    f"{printable_name(place)} has two folders whose names look alike, {both}",
-                    "move the images of one into the other",
-                )
+                problem = f"{printable_name(place)} has two folders whose names look alike, {both}"
+                raise RequestError(problem, "move the images of one into the other")
         return classes
 
     def images_of_class(self, folder: bytes) -> list[tuple[bytes, int]]:
@@ -83,16 +80,16 @@ class Walk:
         problem = f"class folder {printable_name(folder)}/ holds no image ({kinds})"
         raise RequestError(problem + left_out(self.ignored - before), "add images or remove the folder")
 
-    def images(self, folder: bytes, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[bytes, int]]:
+    def images(self, folder: bytes, above: tuple[os.stat_result, ...] = ()) -> Iterator[tuple[bytes, int]]:
         """Yield (name below the root, bytes) of each image in `folder` and the folders in it.
 
-        above: the device and inode of each folder that holds `folder`, b"" for the root.
+        above: the status of each folder that holds `folder`, b"" for the root.
         """
         path = os.path.join(self._base, folder)
         if folder and not above:
-            above = (_identity(os.stat(self._base)), _identity(os.stat(os.path.dirname(path))))
+            above = (os.stat(self._base), os.stat(os.path.dirname(path)))
         status = os.stat(path)
-        if _identity(status) in above:
+        if any(os.path.samestat(status, other) for other in above):
             problem = f"{printable_name(path)} leads back to a folder that it is in"
             raise RequestError(problem, "remove the link")
         self.folders[os.fsdecode(folder)] = status.st_mtime_ns
@@ -108,13 +105,9 @@ class Walk:
                         raise RequestError(problem, "rename or remove it")
                     yield name, size
                 elif _is_folder(entry):
-                    yield from self.images(name, (*above, _identity(status)))
+                    yield from self.images(name, (*above, status))
                 else:
                     self.ignored[names.why_ignored(entry.name)] += 1
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
@@ -133,11 +126,6 @@ def size_of(entry: os.DirEntry[bytes]) -> int:
         if isinstance(failure, OutageError):
             raise failure from None
         return MISSING
-
-
-def left_out(ignored: Counter[str]) -> str:
-    """Return what was left out, in brackets, for the end of a message."""
-    return f" (left out: {describe_ignored(ignored)})" if ignored else ""
 
 
 def check_layout(root: Path, found: dict[str, dict[str, bytes]]) -> None:
@@ -174,10 +162,9 @@ def check_layout(root: Path, found: dict[str, dict[str, bytes]]) -> None:
 def check_any_class(root: Path, parent: str, folders: dict[str, bytes]) -> None:
     """Raise RequestError if there are no class folders in `parent`, a name below the root."""
     if not folders:
-        place = f"{parent}/ of data.root={root}" if parent else f"data.root={root}"
-        needed = (
-            f"sort the images into {parent}/<class>/" if parent else f"it needs train/ and val/, each {_EACH}"
-        )
+        place, needed = f"data.root={root}", f"it needs train/ and val/, each {_EACH}"
+        if parent:
+            place, needed = f"{parent}/ of {place}", f"sort the images into {parent}/<class>/"
         raise RequestError(f"{place} holds no folders", needed)
 
 

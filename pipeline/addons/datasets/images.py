@@ -56,12 +56,9 @@ class Picture:
 
     height: int
     width: int
-    data: bytes | Tensor
-    """A JPEG with a well-formed header, or pixels [3, H, W]."""
-    frame: jpeg.Frame | None = None
-    """The header of that JPEG."""
-    orientation: int = 1
-    """The EXIF orientation that is applied; pixels are turned already."""
+    data: bytes | Tensor  # a JPEG with a well-formed header, or pixels [3, H, W]
+    frame: jpeg.Frame | None = None  # the header of that JPEG
+    orientation: int = 1  # the EXIF orientation that is applied; pixels are turned already
 
     @classmethod
     def open(cls, data: bytes | NDArray[np.uint8], *, upright: bool = True) -> "Picture":

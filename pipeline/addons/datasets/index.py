@@ -39,18 +39,14 @@ _DTYPES = ["|u1", "<i8", "<i8", "<i4", "|u1", "<i8"]
 class Split:
     """The images of one split. The order of these fields is part of the file format."""
 
-    names: NDArray[np.uint8]
-    """All names, one after another."""
-    ends: NDArray[np.int64]
-    """[N]: where each name ends in `names`."""
-    sizes: NDArray[np.int64]
-    """[N]: bytes of each file, or `MISSING`."""
-    labels: NDArray[np.int32]
-    """[N]"""
+    names: NDArray[np.uint8]  # all names, one after another
+    ends: NDArray[np.int64]  # [N]: where each name ends in `names`
+    sizes: NDArray[np.int64]  # [N]: bytes of each file, or `MISSING`
+    labels: NDArray[np.int32]  # [N]
+    # [N × 32]: SHA-256 of each file from SHA256SUMS, zeros if it lacks the file; else [0]
     sums: NDArray[np.uint8]
-    """[N × 32]: SHA-256 of each file from SHA256SUMS, zeros if it lacks the file; else [0]."""
+    # [N × 3]: in a pack, each image's shard, its offset there and its CRC-32; else [0]
     places: NDArray[np.int64]
-    """[N × 3]: in a pack, each image's shard, its offset there and its CRC-32; else [0]."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -168,24 +164,18 @@ class Index:
 
     train: Split
     val: Split
-    classes: tuple[str, ...]
-    """Names in label order, see `names.class_of`."""
-    sums: str | None = None
-    """SHA-256 of the file SHA256SUMS, if there is one."""
+    classes: tuple[str, ...]  # names in label order, see `names.class_of`
+    sums: str | None = None  # SHA-256 of the file SHA256SUMS, if there is one
+    # modification time in ns of each folder: it changes if a file is added or removed
     folders: dict[str, int] = field(default_factory=dict)
-    """Modification time in ns of each folder: it changes if a file is added or removed."""
+    # the rule by which class folders without val/, or a table, are split
     hold_out: HoldOut = field(default_factory=HoldOut)
-    """The rule by which class folders without val/, or a table, are split."""
-    upright: bool = True
-    """See `data.orientation`."""
+    upright: bool = True  # see `data.orientation`
+    # number of files and folders that are left out, by the reason
     ignored: dict[str, int] = field(default_factory=dict)
-    """Number of files and folders that are left out, by the reason."""
-    label_sets: tuple[tuple[int, ...], ...] = ()
-    """See `interface.Source.label_sets`."""
-    table: str = ""
-    """SHA-256 of a table and of how it is read; "" for class folders."""
-    notes: tuple[str, ...] = ()
-    """More about a table, for the plan."""
+    label_sets: tuple[tuple[int, ...], ...] = ()  # see `interface.Source.label_sets`
+    table: str = ""  # SHA-256 of a table and of how it is read; "" for class folders
+    notes: tuple[str, ...] = ()  # more about a table, for the plan
 
     @property
     def digest(self) -> str:
@@ -303,9 +293,8 @@ class Index:
             texts = [*index.classes, *index.ignored, *index.notes, index.table]
             labels = {label for labels in index.label_sets for label in labels}
             is_valid = labels <= set(range(len(index.classes)))
-            is_valid &= all(text.isprintable() for text in texts) and b"\0" not in b"".join(
-                map(os.fsencode, index.folders)
-            )
+            is_valid &= all(text.isprintable() for text in texts)
+            is_valid &= b"\0" not in b"".join(map(os.fsencode, index.folders))
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not an index: {error}") from None
         if not is_valid or not 0 <= index.hold_out.share < 1 or index.hold_out.by not in RULES:
@@ -316,3 +305,8 @@ class Index:
 def describe_ignored(ignored: dict[str, int]) -> str:
     by_number = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
     return list_first([f"{count:,} {reason.removeprefix('extension ')}" for reason, count in by_number], 6)
+
+
+def left_out(ignored: dict[str, int]) -> str:
+    """Return what was left out, in brackets, for the end of a message."""
+    return f" (left out: {describe_ignored(ignored)})" if ignored else ""

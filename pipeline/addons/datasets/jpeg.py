@@ -21,14 +21,11 @@ class Frame(NamedTuple):
     height: int
     width: int
     is_sequential: bool
-    position: int
-    """Offset of the height; the width follows it."""
-    scan: int
-    """Offset of the first entropy-coded byte."""
+    position: int  # offset of the height; the width follows it
+    scan: int  # offset of the first entropy-coded byte
+    # start and end of what follows `CUTS_NAME`, see `addons.datasets.jpeg_restarts`
     cuts: tuple[int, int] | None
-    """Start and end of what follows `CUTS_NAME`, see `addons.datasets.jpeg_restarts`."""
-    metadata: tuple[bytes, ...]
-    """The segments that may hold Exif or XMP data."""
+    metadata: tuple[bytes, ...]  # the segments that may hold Exif or XMP data
 
 
 def frame(data: bytes) -> Frame | None:

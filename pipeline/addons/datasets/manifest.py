@@ -17,16 +17,9 @@ import numpy as np
 
 from pipeline.addons.datasets import file_errors
 from pipeline.addons.datasets.checksums import digest_of_sums, read_sums
-from pipeline.addons.datasets.folders import (
-    CACHE,
-    Walk,
-    check_any_class,
-    check_layout,
-    escaped_name,
-    left_out,
-)
+from pipeline.addons.datasets.folders import CACHE, Walk, check_any_class, check_layout, escaped_name
 from pipeline.addons.datasets.holdout import HoldOut
-from pipeline.addons.datasets.index import Index, Split
+from pipeline.addons.datasets.index import Index, Split, left_out
 from pipeline.addons.datasets.names import class_of
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
@@ -180,13 +173,6 @@ def scan_validation(
     if not entries:
         raise RequestError(f"data.root={root} holds no image to evaluate a model on{left_out(walk.ignored)}")
     return Split.from_entries(entries), walk.ignored
-
-
-def check_has_validation(index: Index, root: str | Path) -> None:
-    """Raise RequestError if there is no image to validate on."""
-    if not len(index.val):
-        problem = f"{root} has no image to validate on with data.val_split={index.hold_out.share:g}"
-        raise RequestError(problem, "add images, or give a larger data.val_split (for a pack: --val-split)")
 
 
 def check_folder(root: Path, given: str, remedy: str) -> None:

@@ -44,8 +44,7 @@ REQUEST = ".packing.json"
 REPACK = "remove it and pack it again"
 NOT_PACKED = "could not be read when it was packed"
 _MAX_BYTES = {SUMMARY: 1 << 28, INDEX: 1 << 32}  # of 40 million images
-_ATTEMPTS = 3
-"""Reads of an index from a bucket, until one has the digest that the summary names."""
+_ATTEMPTS = 3  # reads of an index from a bucket, until one has the digest that the summary names
 NPY_MAGIC = b"\x93NUMPY"
 """First bytes of an image of a pack of pixels, and of no image file."""
 
@@ -55,11 +54,9 @@ class Level:
     """The form in which a pack stores images."""
 
     text: str
-    max_side: int | None = None
-    """Longer side in pixels, at most; with `quality`, of a JPEG."""
+    max_side: int | None = None  # longer side in pixels, at most; with `quality`, of a JPEG
     quality: int | None = None
-    raw: int | None = None
-    """Shorter side in pixels, at most, of decoded pixels."""
+    raw: int | None = None  # shorter side in pixels, at most, of decoded pixels
 
     @classmethod
     def parse(cls, text: str) -> "Level":
@@ -108,14 +105,6 @@ class PackImages(SplitImages):
         return file_or_pixels(data)
 
 
-def open_images(root: Path, index: Index) -> tuple[PackImages, PackImages]:
-    """Return the training and validation images of a pack in a folder."""
-    return (
-        PackImages(root, index.train, "train", upright=index.upright),
-        PackImages(root, index.val, "val", upright=index.upright),
-    )
-
-
 def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:
     """Return the bytes of an image file of a pack; of a pack of pixels, its pixels [3, H, W].
 
@@ -152,11 +141,6 @@ def open_index(root: Path | Store) -> Index:
     return index
 
 
-def cache_folder(cache: Path, digest: str) -> Path:
-    """Return the folder in `data.cache` of the pack whose index has this digest."""
-    return cache / digest[:16]
-
-
 def _read_index(root: Path | Store, digest: str) -> Index:
     """Return the index with this digest. Raises RequestError if it is not in `root`."""
     problem: object = "it is another one"
@@ -186,7 +170,6 @@ def _read(root: Path | Store, name: str) -> Any:
 
 
 def _shard_sizes(root: Path | Store, summary: dict[str, Any]) -> dict[str, int]:
-    """Return the sizes of the shards that exist."""
     if isinstance(root, Store):
         return {found.name: found.size for split in ("train-", "val-") for found in root.list(split)}
     sizes = {}
@@ -239,10 +222,8 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
         try:
             with open(root / shard["name"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                    yield (
-                        shard["name"],
-                        f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}",
-                    )
+                    reason = f"its SHA-256 is not that of {SUMMARY}"
+                    yield shard["name"], f"has changed since it was packed: {reason}"
         except OSError as error:
             raise file_errors.outage_error(root / shard["name"], error) from None
 

@@ -71,8 +71,7 @@ class ParquetImages(SplitImages):
     """Images in a Parquet file, which are read a row group at a time."""
 
     column: str
-    _read: dict[int, Any] = field(default_factory=dict, compare=False)
-    """The row group that was read last."""
+    _read: dict[int, Any] = field(default_factory=dict, compare=False)  # the row group that was read last
 
     def read(self, i: int) -> bytes:
         if self.size(i) == MISSING:

@@ -12,6 +12,7 @@ from pipeline.addons.datasets import manifest, pack, synthetic
 from pipeline.addons.datasets.file_errors import open_regular, raise_if_outage, read_error
 from pipeline.addons.datasets.holdout import HoldOut
 from pipeline.addons.datasets.index import MISSING, Index, SplitImages
+from pipeline.addons.datasets.pack import PackImages
 from pipeline.addons.datasets.table import Table
 from pipeline.config.schema import Config
 from pipeline.data.interface import Images, Source, UnreadableError
@@ -35,9 +36,8 @@ class FolderImages(SplitImages):
             raise read_error(path, error) from None
         if len(data) != expected:
             was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
-            raise UnreadableError(
-                f"changed since it was indexed, when {was}: 'pipeline data check' updates the index"
-            )
+            remedy = "'pipeline data check' updates the index"
+            raise UnreadableError(f"changed since it was indexed, when {was}: {remedy}")
         return data
 
 
@@ -81,8 +81,11 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         cache = config.run_dir / "index"
         index = manifest.open_index(root, hold_out_of(config), cache, check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
-    manifest.check_has_validation(index, _place(config))
-    return source_from_index(_place(config), index, config)
+    place = _place(config)
+    if not len(index.val):
+        problem = f"{place} has no image to validate on with data.val_split={index.hold_out.share:g}"
+        raise RequestError(problem, "add images, or give a larger data.val_split (for a pack: --val-split)")
+    return source_from_index(place, index, config)
 
 
 def source_of_table(table: Table) -> Source:
@@ -131,7 +134,8 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
         limit = config.data.cache_gib if config else 0
         train, val = remote.open_images(str(place), index, cache, limit)
     elif len(index.train.places):
-        train, val = pack.open_images(Path(place), index)
+        train = PackImages(Path(place), index.train, "train", upright=index.upright)
+        val = PackImages(Path(place), index.val, "val", upright=index.upright)
     else:
         train = FolderImages(Path(place), index.train, upright=index.upright)
         val = FolderImages(Path(place), index.val, upright=index.upright)

@@ -77,9 +77,8 @@ class Table:
         """
         is_table = path.suffix.lower() in _DELIMITERS and not path.is_dir()
         if other := [word for word in words if not (is_table and word.startswith("data."))]:
-            raise RequestError(
-                f"{other[0]} does not go with {path}", "keys of a table are data.columns.path=NAME, …"
-            )
+            remedy = "keys of a table are data.columns.path=NAME, …"
+            raise RequestError(f"{other[0]} does not go with {path}", remedy)
         if not is_table:
             return None
         keys = ["data.source=table", f"data.table={path}", *words]
@@ -192,7 +191,6 @@ class Table:
         return digest.hexdigest()
 
     def _read(self) -> None:
-        """Read the rows, and look at the files."""
         with self.errors():
             if self.path.suffix.lower() == ".parquet":
                 from pipeline.addons.datasets import parquet  # imports pyarrow

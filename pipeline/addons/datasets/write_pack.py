@@ -164,8 +164,7 @@ def _shards(index: Index) -> Iterator[Shard]:
 
 
 _Job = tuple[Source, Level, Path | Store]
-_job: tuple[Source, Level, Target]
-"""Shared by all tasks of a worker process, see `_start_worker`."""
+_job: tuple[Source, Level, Target]  # shared by all tasks of a worker process, see `_start_worker`
 
 
 def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -> None:
@@ -177,9 +176,8 @@ def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -
     try:  # forked, so that the workers share the index
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), *job))
     except OSError as error:
-        raise StorageError(
-            jpeg_restarts.start_failure("packing processes", error, "give fewer --workers")
-        ) from None
+        problem = jpeg_restarts.start_failure("packing processes", error, "give fewer --workers")
+        raise StorageError(problem) from None
     try:
         tasks = {pool.submit(_make_shard, shard): shard for shard in missing}
         for number, task in enumerate(as_completed(tasks), 1):
@@ -203,7 +201,6 @@ def _start_worker(parent: int, source: Source, level: Level, out: Path | Store) 
 
 
 def _make_shard(shard: Shard) -> None:
-    """Write the shard and its metadata."""
     source, level, target = _job
     assert source.index
     is_train = shard.split == "train"
@@ -255,9 +252,8 @@ def _write_index_and_summary(
         try:
             made.append(parse_json(data or b""))
         except ValueError as error:
-            raise StorageError(
-                f"{shard.metadata_name} is damaged ({error})", "remove it and pack again"
-            ) from None
+            problem = f"{shard.metadata_name} is damaged ({error})"
+            raise StorageError(problem, "remove it and pack again") from None
 
     def packed(name: str, split: Split) -> Split:
         own = [metadata for shard, metadata in zip(shards, made, strict=True) if shard.split == name]
@@ -290,9 +286,8 @@ def _describe(out: Path | Store) -> str:
     size = f"{packed:,} bytes, {packed / max(1, summary['source_bytes']):.1%} of the source's"
     change = summary["difference"]
     difference = f"pixels differ by {change:.2f} of 255" if change else "all pixels are equal"
-    return (
-        f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {difference}; {bad} bad"
-    )
+    images = f"{count:,} images in {len(summary['shards'])} shards"
+    return f"packed {out}: {images}, {size}; {difference}; {bad} bad"
 
 
 def encode(data: bytes, level: Level) -> tuple[bytes, float]:
@@ -322,7 +317,7 @@ def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
     made = jpeg_restarts.with_restarts(data, orientation)
     if made is None:
         return data
-    try:
+    with suppress(UnreadableError):
         picture = Picture.open(made)
         top, left = picture.height // 3, picture.width // 3
         height, width = -(-picture.height // 3), -(-picture.width // 3)
@@ -331,8 +326,6 @@ def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
         # five times as fast as torch.equal
         if all(np.array_equal(first.numpy(), second.numpy()) for first, second in pairs):
             return made
-    except UnreadableError:
-        pass
     return data
 
 

@@ -20,16 +20,12 @@ class Node:
     """The state of an agent, as the leader has heard of it."""
 
     host: str
-    is_waiting: bool = True
-    """It waits for a round; otherwise it runs, or stops, the ranks of `round`."""
-    round: int = 0
-    """The last round that it took part in."""
+    is_waiting: bool = True  # it waits for a round; otherwise it runs, or stops, the ranks of `round`
+    round: int = 0  # the last round that it took part in
     has_left: bool = False
-    is_done: bool = False
-    """Its ranks are done."""
+    is_done: bool = False  # its ranks are done
     beat: int = 0
-    heard: float = 0.0
-    """When its last heartbeat was read, on the leader's monotonic clock."""
+    heard: float = 0.0  # when its last heartbeat was read, on the leader's monotonic clock
     arrived: float = 0.0
 
 
@@ -38,13 +34,10 @@ class Round:
     """A world of ranks, or the time between two."""
 
     number: int = 0
-    members: tuple[int, ...] = ()
-    """Agents in the order of their ranks; the leader is the first."""
+    members: tuple[int, ...] = ()  # agents in the order of their ranks; the leader is the first
     is_over: bool = True
-    reason: str = ""
-    """Why it is over."""
-    since: float = 0.0
-    """When it began or ended."""
+    reason: str = ""  # why it is over
+    since: float = 0.0  # when it began or ended
 
 
 def alive(nodes: dict[int, Node], now: float) -> dict[int, Node]:

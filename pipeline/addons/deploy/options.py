@@ -84,8 +84,7 @@ def _flag(default: Any, help: str, kind: Any = None, metavar: str | None = None)
 class RenderOptions:
     recipe: str = "digits"
     overrides: Sequence[str] = ()
-    min_nodes: int | None = None
-    """The fewest that train, from --nodes MIN:MAX; None: all."""
+    min_nodes: int | None = None  # the fewest that train, from --nodes MIN:MAX; None: all
     nodes: int = _flag(
         2, "number of pods (default 2); MIN:MAX: train with those that are there", count_or_range, "N"
     )

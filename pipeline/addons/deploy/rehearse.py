@@ -41,8 +41,7 @@ class Fault(NamedTuple):
 
     node: int
     step: int
-    seconds: float | None = None
-    """Seconds without a network; None: the node is killed."""
+    seconds: float | None = None  # seconds without a network; None: the node is killed
 
     def __str__(self) -> str:
         if self.seconds is None:
@@ -94,16 +93,14 @@ class Cluster:
         self, client: DockerClient, options: argparse.Namespace, run_dir: str, environment: dict[str, str]
     ) -> None:
         self._client, self._options, self._run_dir = client, options, run_dir
-        self._environment = environment
-        """The variables of each node."""
+        self._environment = environment  # the variables of each node
         self._name = f"rehearsal-{uuid.uuid4().hex[:8]}"
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
+        # (node, its exit code, or the error that ended its thread)
         self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
-        """(node, its exit code, or the error that ended its thread)."""
         self._done_line = ""
-        self._last_lines: dict[int, str] = {}
-        """Each node's last line of standard error."""
+        self._last_lines: dict[int, str] = {}  # each node's last line of standard error
         self._network: Any = None
         self._create_lock = threading.Lock()
         self._closed = False

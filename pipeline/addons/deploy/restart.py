@@ -15,8 +15,7 @@ from pipeline.record.journal import last_event
 from pipeline.record.terminal import make_terminal
 from pipeline.supervision import launch_id
 
-_NO_LAUNCH_ID = "none"
-"""torchrun's id of every job on several nodes that is started without --rdzv-id."""
+_NO_LAUNCH_ID = "none"  # torchrun's id of every job on several nodes that is started without --rdzv-id
 
 
 def has_applied_resume(config: Config, journal: Path) -> bool:

@@ -42,8 +42,7 @@ class Lock:
         """subject: what the holder holds. remedy: what to do while it does. Both for messages."""
         self.path, self.subject, self.remedy = path, subject, remedy
         self._descriptor: int | None = None
-        self._content: bytes | None = None
-        """The file's contents as long as nobody else takes the lock."""
+        self._content: bytes | None = None  # the file's contents as long as nobody else takes the lock
         self._dropped = threading.Event()
         self._thread: threading.Thread | None = None
 

@@ -53,14 +53,12 @@ class Delivery:
         self._uri = connection.configure(uri, timeout_s)
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
-        self._offset = 0
-        """The server has this many bytes of the journal."""
+        self._offset = 0  # the server has this many bytes of the journal
+        # the parts that the server lacks. One that failed has its error and waits for an event.
         self._due: dict[str, Exception | None] = {}
-        """The parts that the server lacks. One that failed has its error and waits for an event."""
+        # the last value at each step of the metrics that the server was asked for
         self._history: dict[str, dict[int, float]] = {}
-        """The last value at each step of the metrics that the server was asked for."""
-        self.is_reachable = True
-        """The server did not fail yet, or accepted the last request."""
+        self.is_reachable = True  # the server did not fail yet, or accepted the last request
 
     def send_rows(self) -> None:
         """Send the metrics and the status that the server lacks. Raises whatever mlflow raises."""

@@ -17,8 +17,7 @@ from pipeline.addons.models.trust import check_is_trusted
 from pipeline.config.schema import Config
 from pipeline.record.journal import last_event, read
 
-_SLOWEST_BYTES_PER_S = 1 << 20
-"""The time limit of an upload grows with its size: a second for each MiB."""
+_SLOWEST_BYTES_PER_S = 1 << 20  # the time limit of an upload grows with its size: a second for each MiB
 _STEP_TAG = "pipeline.step"
 
 

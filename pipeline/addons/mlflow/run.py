@@ -36,8 +36,7 @@ class MlflowRun:
     run_id: str
     experiment_id: str
     artifact_uri: str
-    last_steps: dict[str, int]
-    """The last step of each metric that the server had when the run was opened."""
+    last_steps: dict[str, int]  # the last step of each metric that the server had when the run was opened
 
 
 def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:

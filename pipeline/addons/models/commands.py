@@ -5,13 +5,16 @@ from pathlib import Path
 
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, path_or_uri
+from pipeline.lazy import addon
 
 _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 
 def add_commands(commands: Commands) -> None:
     parser = add_command(
-        commands, "evaluate", _evaluate, "evaluate a checkpoint on all validation images",
+        commands, "evaluate",
+        lambda given: addon("models.evaluate").evaluate(_target_of(given), given.overrides, given.nproc),
+        "evaluate a checkpoint on all validation images",
         "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every"
         " image counts exactly once, at any number of processes.",
         "pipeline evaluate runs/digits", "pipeline evaluate runs/digits --best --nproc 2",
@@ -68,12 +71,6 @@ def _target_of(options: argparse.Namespace) -> str:
     from pipeline.addons.run.receipt import best_checkpoint
 
     return str(best_checkpoint(options.target) if options.best else options.target)
-
-
-def _evaluate(options: argparse.Namespace) -> str | int:
-    from pipeline.addons.models.evaluate import evaluate
-
-    return evaluate(_target_of(options), options.overrides, options.nproc)
 
 
 def _predict(options: argparse.Namespace) -> str | int:

@@ -78,10 +78,9 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str], *, t
                 found = torch.cat([loaded(item).view(-1, expected.shape[1]) for item in given])
             difference = float((found - expected).abs().max())
             if not difference <= tolerance:
-                raise StorageError(
-                    f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}:"
-                    " nothing was written; try another format"
-                )
+                problem = f"probabilities of the {kind} model differ from the original's by up to"
+                remedy = "nothing was written; try another format"
+                raise StorageError(f"{problem} {difference:.1e}: {remedy}")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
     limit = f"no probability differs by more than {difference:.1e}"
@@ -114,7 +113,6 @@ def _comparison_pictures(
 
 
 def _metadata(config: Config, contents: dict[str, Any]) -> dict[str, str]:
-    """Return the description of a model in its file."""
     side, resize = evaluation_geometry(config.evaluate, config.augment)
     evaluation = contents.get("evaluation") or {}
     return {

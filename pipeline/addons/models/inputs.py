@@ -32,9 +32,8 @@ def check_model(target: str) -> None:
     if not target.startswith(MODEL_URI_PREFIX):
         check_target(target)
     elif not re.fullmatch(_MODEL_URI, target):
-        raise RequestError(
-            f"{target!r} is not the URI of a model", "give models:/NAME@ALIAS or models:/NAME/VERSION"
-        )
+        remedy = "give models:/NAME@ALIAS or models:/NAME/VERSION"
+        raise RequestError(f"{target!r} is not the URI of a model", remedy)
 
 
 def check_run_folder(folder: Path) -> None:

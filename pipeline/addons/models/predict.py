@@ -24,15 +24,13 @@ from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
 from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.eval_batches import EvalBatches
-from pipeline.addons.models.inputs import MODEL_URI_PREFIX
-from pipeline.addons.models.trained import exported_model
+from pipeline.addons.models.trained import exported_model, read_model
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import batches
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, StorageError
 from pipeline.lazy import addon
 from pipeline.planning import divide_resources
-from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.terminal import Terminal
 
 TOP_K = 5
@@ -136,11 +134,3 @@ def list_images(paths: list[str], done: Container[str] = ()) -> tuple[FolderImag
         raise RequestError(f"no image in {given}: give image files, or folders with images")
     entries = [(name, size, 0) for name, size in sizes.items() if printable_name(name) not in done]
     return FolderImages(Path(), Split.from_entries(entries)), left_out
-
-
-def read_model(target: str) -> dict[str, Any]:
-    if target.startswith(MODEL_URI_PREFIX):
-        from pipeline.addons.mlflow.registry import fetch_model
-
-        return fetch_model(target)
-    return checkpoint_contents.read_model(checkpoint_files.find(Path(target)))

@@ -11,15 +11,14 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from pipeline.addons.models.predict import TOP_K, classify, list_images, read_model
-from pipeline.addons.models.trained import eval_weights, weights_digest
+from pipeline.addons.models.predict import TOP_K, classify, list_images
+from pipeline.addons.models.trained import eval_weights, read_model, weights_digest
 from pipeline.errors import RequestError, StorageError
 from pipeline.record.terminal import Terminal
 
 _RANKS = ("", *(f"_{rank}" for rank in range(2, TOP_K + 1)))
 COLUMNS = ("path", *(name + rank for rank in _RANKS for name in ("class", "probability")), "defect", "model")
-_FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")
-"""Beginning of a class name that a spreadsheet would run."""
+_FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")  # beginning of a class name that a spreadsheet would run
 
 
 def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:

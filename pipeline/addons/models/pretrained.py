@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.addons.models.archive import check_archive
 from pipeline.addons.models.functions import timm_builder
 from pipeline.addons.models.inputs import MODEL_URI_PREFIX
-from pipeline.addons.models.trained import eval_weights
+from pipeline.addons.models.trained import eval_weights, read_model
 from pipeline.config.load import from_yaml
 from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
@@ -44,10 +44,8 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
         name: given[name] for name in wanted if name in given and given[name].shape == wanted[name].shape
     }
     if 2 * len(fitting) < len(wanted):
-        raise RequestError(
-            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}",
-            "it is of another architecture; set model.arch to its own",
-        )
+        problem = f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}"
+        raise RequestError(problem, "it is of another architecture; set model.arch to its own")
     return fitting
 
 
@@ -141,17 +139,13 @@ def _read(options: Model, init: str) -> dict[str, Tensor]:
     if init == "timm":
         return timm_model(options).state_dict()
     if init.startswith(MODEL_URI_PREFIX):
-        from pipeline.addons.mlflow.registry import fetch_model
-
-        return _weights_of_run(options, fetch_model(init))
+        return _weights_of_run(options, read_model(init))
     if init == "torchvision" or re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
         return _published(arch, "DEFAULT" if init == "torchvision" else init)
     if not os.path.exists(init):
         names = ", ".join(pretrained_weights(arch)) or "none"
-        remedy = (
-            f"give a file, a run's folder, models:/NAME@ALIAS, or torchvision's weights of {arch} ({names})"
-        )
-        raise RequestError(f"model.init={init} does not exist", remedy)
+        remedy = f"models:/NAME@ALIAS, or torchvision's weights of {arch} ({names})"
+        raise RequestError(f"model.init={init} does not exist", f"give a file, a run's folder, {remedy}")
     if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
         return _read_state_dict(Path(init))
     try:
@@ -171,22 +165,18 @@ def _weights_of_run(options: Model, contents: dict[str, Any]) -> dict[str, Tenso
 
 
 def _published(arch: str, name: str) -> dict[str, Tensor]:
-    """Return torchvision's weights of that name."""
     names = pretrained_weights(arch)
     if name not in names:
         problem = f"model.init={name} is none of torchvision's weights of {arch}{nearest(name, list(names))}"
         raise RequestError(problem, f"give {' or '.join(names) or 'a file'}")
     try:
-        weights: dict[str, Tensor] = names[name].get_state_dict(
-            progress=False, check_hash=True, weights_only=True
-        )
+        return dict(names[name].get_state_dict(progress=False, check_hash=True, weights_only=True))
     except OSError as error:
         remedy = "put the file into torch's cache (TORCH_HOME), or name a path"
         raise TemporaryError(f"model.init={name} cannot be fetched ({error})", remedy) from error
     except Exception as error:  # torch raises many types for a file that holds no weights
         problem = f"its file in torch's cache (TORCH_HOME) holds no weights ({one_line(error)})"
         raise StorageError(f"model.init={name}: {problem}", "remove it") from None
-    return weights
 
 
 def timm_model(options: Model) -> nn.Module:

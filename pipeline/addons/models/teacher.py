@@ -6,7 +6,6 @@ is exact. A checkpoint holds the digest of its weights, and no other teacher tak
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch.nn import functional
 
 from pipeline.addons.datasets.names import class_of
 from pipeline.addons.models import pretrained, published
-from pipeline.addons.models.inputs import MODEL_URI_PREFIX, check_model
-from pipeline.addons.models.trained import eval_model, weights_digest
+from pipeline.addons.models.inputs import check_model
+from pipeline.addons.models.trained import eval_model, read_model, weights_digest
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.config.sections import Model
@@ -25,7 +24,6 @@ from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.normalise import mean_and_std
 from pipeline.parallel.strategy import autocast
-from pipeline.record import checkpoint_contents, checkpoint_files
 
 
 class Teacher:
@@ -70,7 +68,13 @@ class Teacher:
 
 def read(name: str, classes: tuple[str, ...]) -> tuple[nn.Module, Model]:
     """Return the teacher and its options. Raises RunError if it cannot be had."""
-    model, options, names = _read_timm(name) if name.startswith("timm/") else _read_run(name)
+    if name.startswith("timm/"):
+        model, options, names = _read_timm(name)
+    else:
+        check_model(name)
+        contents = read_model(name)
+        options, names = from_yaml(contents["config"], name).model, contents["classes"]
+        model = eval_model(contents, options)
     if [*map(class_of, names)] != [*map(class_of, classes)]:
         pairs = zip([*names, "missing"], [*classes, "missing"], strict=False)
         theirs, ours = next(pair for pair in pairs if class_of(pair[0]) != class_of(pair[1]))
@@ -84,18 +88,6 @@ def _try_to_read(name: str, classes: tuple[str, ...]) -> tuple[Any, RunError | N
         return read(name, classes), None
     except RunError as error:
         return None, error
-
-
-def _read_run(name: str) -> tuple[nn.Module, Model, list[str]]:
-    check_model(name)
-    if name.startswith(MODEL_URI_PREFIX):
-        from pipeline.addons.mlflow.registry import fetch_model
-
-        contents = fetch_model(name)
-    else:
-        contents = checkpoint_contents.read_model(checkpoint_files.find(Path(name)))
-    options = from_yaml(contents["config"], name).model
-    return eval_model(contents, options), options, contents["classes"]
 
 
 def _read_timm(name: str) -> tuple[nn.Module, Model, list[str]]:

@@ -34,7 +34,5 @@ def _timm(name: str) -> Any:
 
         return getattr(optim, name.capitalize())
     except (ImportError, AttributeError):
-        raise RequestError(
-            f"optimizer.name={name} needs timm 1.0.21 or later",
-            "pip install 'ddp-pipeline[timm]', or use sgd or adamw",
-        ) from None
+        remedy = "pip install 'ddp-pipeline[timm]', or use sgd or adamw"
+        raise RequestError(f"optimizer.name={name} needs timm 1.0.21 or later", remedy) from None

@@ -2,16 +2,28 @@
 
 import hashlib
 import zlib
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.addons.models.inputs import MODEL_URI_PREFIX
 from pipeline.config.sections import Model
 from pipeline.errors import StorageError, one_line
 from pipeline.model.architectures import build
 from pipeline.model.normalise import mean_and_std
 from pipeline.model.weights import load_weights
+from pipeline.record import checkpoint_contents, checkpoint_files
+
+
+def read_model(target: str) -> dict[str, Any]:
+    """Return what a checkpoint holds: that named, a run's newest one, or a model in MLflow."""
+    if target.startswith(MODEL_URI_PREFIX):
+        from pipeline.addons.mlflow.registry import fetch_model
+
+        return fetch_model(target)
+    return checkpoint_contents.read_model(checkpoint_files.find(Path(target)))
 
 
 def eval_weights(contents: dict[str, Any]) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ def trust(arch: str) -> None:
 
 
 def _trusted() -> list[str]:
-    """Return the functions and places that a user named."""
     return os.environ.get(_VARIABLE, "").splitlines()
 
 

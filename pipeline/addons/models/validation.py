@@ -8,18 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.addons.datasets import sources
 from pipeline.addons.datasets.holdout import HoldOut
-from pipeline.addons.datasets.index import Index, Split, describe_ignored
+from pipeline.addons.datasets.index import Index, Split, left_out
 from pipeline.addons.datasets.manifest import scan, scan_validation
 from pipeline.addons.datasets.names import class_of
-from pipeline.addons.datasets.sources import (
-    data_root,
-    ensure_digits,
-    hold_out_of,
-    open_pack,
-    open_source,
-    source_from_index,
-)
+from pipeline.addons.datasets.sources import data_root, hold_out_of
 from pipeline.addons.datasets.table import Table
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
@@ -38,11 +32,10 @@ def open_validation(
     was trained on.
     """
     if any(word.startswith("data.val_split=") for word in overrides):
-        raise RequestError(
-            "data.val_split cannot be set here: it is the share that the training held out", "leave it out"
-        )
+        problem = "data.val_split cannot be set here: it is the share that the training held out"
+        raise RequestError(problem, "leave it out")
     if config.data.source == "synthetic":
-        source = open_source(config)
+        source = sources.open_source(config)
         _check_classes(config, source.classes, contents["classes"])
         return source, f"{len(source.val):,} synthetic images"
     if config.data.source == "pack":
@@ -50,7 +43,7 @@ def open_validation(
     if config.data.source == "table":
         return _of_table(config, contents, trained)
     root = data_root(config)
-    ensure_digits(config)
+    sources.ensure_digits(config)
     has_val = (root / "val").is_dir()
     hold_out = None if has_val else _hold_out_of_folder(root, trained, contents)
     classes = tuple(contents["classes"])
@@ -60,9 +53,9 @@ def open_validation(
         description = f"the {len(images):,} images of {root}/val"
     elif hold_out:
         description = f"the {len(images):,} held-out images of {root}"
-    description += f" (left out: {describe_ignored(ignored)})" if ignored else ""
+    description += left_out(ignored)
     index = Index(Split.from_entries([]), images, classes, upright=config.data.orientation == "apply")
-    return source_from_index(root, index), description
+    return sources.source_from_index(root, index), description
 
 
 def _hold_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -> HoldOut | None:
@@ -75,7 +68,6 @@ def _hold_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -
 
 
 def _hold_out_of(index: Index, trained: Config, contents: dict[str, Any]) -> HoldOut | None:
-    """Return what a training held out of these images, or None if it had others."""
     if index.digest == contents.get("data"):
         return hold_out_of(trained)
     return _known_hold_out(index, contents) if trained.data.source == "pack" else None
@@ -90,13 +82,12 @@ def _of_table(config: Config, contents: dict[str, Any], trained: Config) -> tupl
     index = table.scan(to_train=False)
     if not len(index.val):
         raise RequestError(f"{table.path} holds no image to evaluate the model on")
-    index = replace(
-        _relabelled(config, index, tuple(contents["classes"])), upright=config.data.orientation == "apply"
-    )
+    index = _relabelled(config, index, tuple(contents["classes"]))
+    index = replace(index, upright=config.data.orientation == "apply")
     which = "all" if not (hold_out or index.hold_out.by == "table") else "the"
     description = f"{which} {len(index.val):,} {'' if which == 'all' else 'held-out '}images of {table.path}"
     description += " (it is not the data of the training)" if which == "all" else ""
-    return source_from_index(table.root, replace(index, train=Split.from_entries([]))), description
+    return sources.source_from_index(table.root, replace(index, train=Split.from_entries([]))), description
 
 
 def _known_hold_out(index: Index, contents: dict[str, Any]) -> HoldOut | None:
@@ -113,20 +104,20 @@ def _known_hold_out(index: Index, contents: dict[str, Any]) -> HoldOut | None:
 
 
 def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
-    index, place, classes = open_pack(config), str(config.data.root), tuple(contents["classes"])
+    index, place, classes = sources.open_pack(config), str(config.data.root), tuple(contents["classes"])
     held_out = _known_hold_out(index, contents) if index.is_split_by_hash else None
     if held_out and held_out != index.hold_out:
+        split = f"another split ({index.hold_out.describe()})"
+        trained_on = "its validation images are ones that the model was trained on"
         raise RequestError(
-            f"the pack {place} has the images of the training with another split"
-            f" ({index.hold_out.describe()}), so its validation images are ones that the model"
-            " was trained on",
+            f"the pack {place} has the images of the training with {split}, so {trained_on}",
             f"give the folder that was packed, or pack it with --val-split {held_out.share:g}",
         )
     if not len(index.val):
         raise RequestError(f"data.root={place} holds no image to evaluate the model on")
     index = _relabelled(config, index, classes)
     description = f"the {len(index.val):,} validation images of the pack {place}"
-    return source_from_index(place, index, config), description
+    return sources.source_from_index(place, index, config), description
 
 
 def _relabelled(config: Config, index: Index, classes: tuple[str, ...]) -> Index:
@@ -155,11 +146,8 @@ def as_trained(source: Source, contents: dict[str, Any]) -> Source:
 
 
 def _check_classes(config: Config, names: tuple[str, ...], classes: tuple[str, ...]) -> None:
-    """Raise RequestError for a class of the data that is none of the model's `classes`."""
     known = {class_of(name) for name in classes}
     if unknown := sorted(name for name in names if class_of(name) not in known):
-        raise RequestError(
-            f"data.source={config.data.source} has classes that the model does not know:"
-            f" {list_first(unknown, 5)}; it knows {list_first(list(classes), 3)}",
-            "give other data",
-        )
+        problem = f"data.source={config.data.source} has classes that the model does not know"
+        found = f"{list_first(unknown, 5)}; it knows {list_first(list(classes), 3)}"
+        raise RequestError(f"{problem}: {found}", "give other data")

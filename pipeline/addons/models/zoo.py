@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.vision_transformer import VisionTransformer
 
-_BIAS_SCALE = 8
-"""A bias that is multiplied by 8 learns 64 times as fast: airbench's bias_scaler."""
+_BIAS_SCALE = 8  # a bias that is multiplied by 8 learns 64 times as fast: airbench's bias_scaler
 _LOGIT_SCALE = 1 / 9
 
 

@@ -28,13 +28,10 @@ _MAX_BYTES = 256 << 20
 class SavedEvaluation:
     """One evaluation, with all that its figures need."""
 
-    predictions: Any
-    """`Predictions`, or with several labels a picture `ClassPrecisions`."""
+    predictions: Any  # `Predictions`, or with several labels a picture `ClassPrecisions`
     classes: list[str]
-    mistakes: NDArray[np.int64]
-    """[K]: ids of the mistakes that are shown."""
-    pixels: NDArray[np.uint8]
-    """[K, 3, H, W]: those images."""
+    mistakes: NDArray[np.int64]  # [K]: ids of the mistakes that are shown
+    pixels: NDArray[np.uint8]  # [K, 3, H, W]: those images
 
 
 def find_mistakes(predictions: Predictions) -> NDArray[np.int64]:

@@ -12,20 +12,16 @@ from numpy.typing import NDArray
 from pipeline.train.evaluation import CONFIDENCE_UNIT
 
 _CALIBRATION_BINS = 15
-_MAX_RECALLS = 100
-"""Classes up to which each has a metric of its own; more would bury the others in MLflow."""
+_MAX_RECALLS = 100  # classes up to which each has a metric of its own; more would bury the others in MLflow
 
 
 @dataclass(frozen=True)
 class Predictions:
     """The predictions of one model for all N validation images."""
 
-    labels: NDArray[np.int32]
-    """[N]; -1 for an image that cannot be decoded."""
-    predicted: NDArray[np.int32]
-    """[N]: the most probable class, or NO_PREDICTION."""
-    confidence: NDArray[np.float64]
-    """[N]: its probability, or 0."""
+    labels: NDArray[np.int32]  # [N]; -1 for an image that cannot be decoded
+    predicted: NDArray[np.int32]  # [N]: the most probable class, or NO_PREDICTION
+    confidence: NDArray[np.float64]  # [N]: its probability, or 0
 
     def count_correct(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return how many images of each class are predicted correctly, and how many it has."""
@@ -73,10 +69,8 @@ class Predictions:
 class ClassPrecisions:
     """The figures of each class, in place of `Predictions` with several labels a picture."""
 
-    precisions: NDArray[np.float64]
-    """[classes]: the average precision; 0 for a class without an image."""
-    images: NDArray[np.int64]
-    """[classes]: the images that have the class."""
+    precisions: NDArray[np.float64]  # [classes]: the average precision; 0 for a class without an image
+    images: NDArray[np.int64]  # [classes]: the images that have the class
 
     def by_class(self, classes: Sequence[str]) -> dict[str, float]:
         """Return the average precision of each class that has images, see `Predictions`."""

@@ -19,10 +19,8 @@ _PATIENCE_MS = 5000
 class _Stream(io.FileIO):
     """A file whose writes do not raise."""
 
-    error: OSError | None = None
-    """The first failure, except that the reader left: it has read what it needed."""
-    is_lossy = False
-    """Text that no reader takes for seconds is lost, instead of holding up this process."""
+    error: OSError | None = None  # the first failure, except that the reader left: it has read what it needed
+    is_lossy = False  # text that no reader takes for seconds is lost, instead of holding up this process
     _is_stuck = False
 
     def write(self, data: Any, /) -> int:

@@ -32,8 +32,7 @@ _ADVICE: dict[Entry, tuple[float, str]] = {
     "tracking": (0.02, "logging metrics {share}: raise track.every, or put run.dir on a faster disk"),
 }  # fmt: skip
 """The share of the time above which an entry is worth a line of advice, and that line."""
-_MIN_AVOIDABLE_S = 1.0
-"""Seconds of an epoch below which it is not: a start of a few seconds has noise."""
+_MIN_AVOIDABLE_S = 1.0  # seconds of an epoch below which it is not: a start of a few seconds has noise
 
 
 class CudaStepTimer(StepTimer):
@@ -41,13 +40,12 @@ class CudaStepTimer(StepTimer):
 
     def __init__(self) -> None:
         super().__init__()
+        # charged to each entry on the device's time line
         self._measured: Seconds = dict.fromkeys(ENTRIES, 0.0)
-        """Charged to each entry on the device's time line."""
         self._popped_measured = dict(self._measured)
+        # (the host's entries and seconds, start, end) of intervals that may not have completed
         self._intervals: deque[tuple[list[tuple[Entry, float]], Any, Any]] = deque()
-        """(the host's entries and seconds, start, end) of intervals that may not have completed."""
-        self._on_host: list[tuple[Entry, float]] = []
-        """The host's entries and seconds since the last event."""
+        self._on_host: list[tuple[Entry, float]] = []  # the host's entries and seconds since the last event
         self._last_event: Any = None
 
     def switch_to(self, entry: Entry) -> None:

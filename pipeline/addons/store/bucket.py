@@ -25,8 +25,7 @@ from pipeline.errors import RequestError, RunError, one_line
 
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
 _ATTEMPTS = 5  # of boto3: for 5xx, a time-out or SlowDown, with growing pauses
-_MAX_READ_BYTES = 1 << 28
-"""Size of an object that is read into memory, unless the caller gives another limit."""
+_MAX_READ_BYTES = 1 << 28  # size of an object that is read into memory, unless the caller gives another limit
 _REDIRECTS = (301, 302, 307, 308)
 _REFUSALS = (*_REDIRECTS, 401, 403, 404, 405, 501)
 _REFUSAL_CODES = ("InvalidBucketName", "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed")
@@ -47,13 +46,10 @@ class MissingError(RunError):
 
 @dataclass(frozen=True)
 class StoredObject:
-    name: str
-    """Below the store's prefix."""
+    name: str  # below the store's prefix
     size: int
-    etag: str
-    """The store's identifier of these contents, for a conditional write."""
-    age_s: float = 0
-    """Seconds since it was written, by the store's clock; 0 in a listing."""
+    etag: str  # the store's identifier of these contents, for a conditional write
+    age_s: float = 0  # seconds since it was written, by the store's clock; 0 in a listing
 
 
 class Store:
@@ -156,8 +152,7 @@ class Store:
             pages = self._client.get_paginator("list_objects_v2")
             for page in pages.paginate(Bucket=self.bucket, Prefix=self._key(folder)):
                 for entry in page.get("Contents", ()):
-                    name = entry["Key"][start:]
-                    yield StoredObject(name, entry["Size"], entry["ETag"])
+                    yield StoredObject(entry["Key"][start:], entry["Size"], entry["ETag"])
 
     def delete(self, name: str) -> None:
         """Delete an object; one that does not exist is no error."""
@@ -167,9 +162,8 @@ class Store:
     def presign(self, name: str, seconds: int) -> str:
         """Return a URL that reads this object without credentials for so many seconds: a secret."""
         with self._requesting(name):
-            return str(
-                self._client.generate_presigned_url("get_object", self._address(name), ExpiresIn=seconds)
-            )
+            address = self._address(name)
+            return str(self._client.generate_presigned_url("get_object", address, ExpiresIn=seconds))
 
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
@@ -228,7 +222,6 @@ def _end_at_redirect(response: Any, operation: Any, **_: object) -> None:
 
 
 def _error_of(place: str, error: BaseException) -> Exception:
-    """Return what an error of boto3 means."""
     from botocore.exceptions import ClientError, NoCredentialsError
 
     reason = without_password(str(error))  # it may hold the endpoint

@@ -36,8 +36,7 @@ from pipeline.train.listener import End, Listener, Start
 
 FINISH_S = 120
 """Seconds that the end of a run waits for a store that takes nothing."""
-_SLOWEST = 1 << 20
-"""Bytes a second at which it takes an object, at least."""
+_SLOWEST = 1 << 20  # bytes a second at which it takes an object, at least
 _RETRY_S = 5.0
 
 
@@ -68,19 +67,16 @@ class Mirror(Listener):
     ) -> None:
         """is_restart: returns True if this job has applied run.resume, by a journal."""
         self._store, self._folder, self._log = store, folder, make_terminal(is_main=True).log
+        # size and time of change of each record when it was last uploaded
         self._sent: dict[str, tuple[int, int]] = {}
-        """Size and time of change of each record when it was last uploaded."""
         self._is_wanted = threading.Event()
         self._is_closed = False
+        # when the store last took something, on the monotonic clock, and the time for the next
         self._progress = self._allowed_s = 0.0
-        """When the store last took something, on the monotonic clock, and the time for the next."""
         self._thread: threading.Thread | None = None
-        self.error: Exception | None = None
-        """Why the mirror is incomplete."""
-        self.failures: list[str] = []
-        """Why saves were not uploaded at once, since the journal's last look."""
-        self.uploaded: list[str] = []
-        """Names of the checkpoints that it has since then."""
+        self.error: Exception | None = None  # why the mirror is incomplete
+        self.failures: list[str] = []  # why saves were not uploaded at once, since the journal's last look
+        self.uploaded: list[str] = []  # names of the checkpoints that it has since then
         self._lease = Lease(store, _owner(folder))
         self._lease.take()
         try:

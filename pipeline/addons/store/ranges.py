@@ -37,8 +37,7 @@ MAX_READS = 256
 """Reads in flight, waiting for another attempt, or ready and not taken."""
 MAX_BYTES = 64 << 20
 """Bytes of these reads, unless a single one has more."""
-_ATTEMPTS = 4
-"""Failed attempts after which a read is an outage. The loader begins it again."""
+_ATTEMPTS = 4  # failed attempts after which a read is an outage. The loader begins it again.
 _FIRST_PAUSE_S = 0.2  # before the second attempt, then doubled
 _CONNECT_S = 5
 _STALL_S = 3  # without a byte, after which an attempt is abandoned: doubled with each attempt
@@ -82,17 +81,16 @@ class RangeReader:
         self._place, self._locate = place, locate
         self._reads: dict[int, Future[bytes]] = {}
         self._bytes = 0  # of self._reads
+        # number of times that each expected part will be taken (repeated augmentation)
         self._uses: Counter[int] = Counter()
-        """Number of times that each expected part will be taken (repeated augmentation)."""
-        self._expected: deque[int] = deque()
-        """Expected parts whose read has not begun, in order."""
+        self._expected: deque[int] = deque()  # expected parts whose read has not begun, in order
         self._threads = ThreadPoolExecutor(MAX_READS, "read")
         self._local = threading.local()  # the connection of each thread
         self._tls = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or get_cert_path(True))
         self._lock = threading.Lock()
         self._store: Store | None = None
+        # name of an object -> its URL, or why there is none, and until when that counts
         self._urls: dict[str, tuple[str | RunError, float]] = {}
-        """Name of an object -> its URL, or why there is none, and until when that counts."""
 
     def expect(self, numbers: list[int]) -> None:
         """Begin to read what will be taken next, in this order. Other reads are dropped."""
@@ -225,7 +223,6 @@ class RangeReader:
         return connection
 
     def _url(self, name: str) -> str:
-        """Return the signed URL of an object."""
         with self._lock:
             found, until = self._urls.get(name, ("", 0.0))
             now = time.monotonic()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.index import MAX_FILE_BYTES, Index, Split, SplitImages
-from pipeline.addons.datasets.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
+from pipeline.addons.datasets.pack import NOT_PACKED, file_or_pixels, shard_name
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.ranges import Range, RangeReader
 from pipeline.data.interface import UnreadableError
@@ -136,7 +136,7 @@ def open_images(
     """Return the training and validation images of a pack in a bucket. cache: see `data.cache`."""
     images, left = [], int(cache_gib * 2**30)
     for name, split in (("train", index.train), ("val", index.val)):
-        kept = Cache(cache_folder(cache, index.digest), name, split, left) if cache else None
+        kept = Cache(cache / index.digest[:16], name, split, left) if cache else None
         left -= int(split.sizes.clip(0).sum())
         images.append(StoreImages(Store(place), split, name, kept, upright=index.upright))
     return images[0], images[1]
