@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from streams import make_trainer
+from timm.optim import Muon
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from pipeline.addons.models.timm_optimizers import batched
 from pipeline.config.sections import Augment, Train
 from pipeline.data.batch import Batch, Defect
 from pipeline.data.interface import OutageError
@@ -62,6 +64,26 @@ def test_a_resumed_state_makes_the_same_update(digits: Path, optimizer: str) -> 
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     assert (state.step, state.totals[2]) == (3, 72)
+
+
+def test_muon_iterates_on_gpus_once_for_all_matrices_of_a_shape() -> None:
+    shapes = [(8, 4, 3, 3), (8, 4, 3, 3), (8, 36), (16, 8), (8,)]
+    start = [torch.randn(shape) for shape in shapes]
+    found, products = [], []
+    for kind in (Muon, batched(Muon)):
+        weights = [nn.Parameter(weight.clone()) for weight in start]
+        optimizer = kind([{"params": weights[:-1], "weight_decay": 0.1}, {"params": weights[-1:]}], lr=0.1)
+        for step in range(3):
+            for weight, like in zip(weights, start, strict=True):
+                weight.grad = like.roll(step).clone()
+            with torch.profiler.profile() as profile:  # the first step is timm's
+                optimizer.step()
+        names = [event.name for event in profile.events()]
+        products.append(names.count("aten::addmm") + names.count("aten::baddbmm"))
+        found.append(weights)
+    assert products == [15 * 4, 15 * 2]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -5,6 +5,7 @@ import fcntl
 import os
 import pty
 import shutil
+import socket
 import struct
 import subprocess
 import sys
@@ -103,6 +104,19 @@ def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_p
         ["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program], cwd=tmp_path, check=True
     )
     assert (tmp_path / "log").read_text() == "True\n"
+
+
+def test_a_second_cuda_error_of_a_gpu_names_it_and_exits_75(tmp_path: Path, undisturbed: Job) -> None:
+    run = Job(tmp_path / "run", undisturbed.arguments, 2)
+    error = "torch.AcceleratorError('CUDA error: uncorrectable ECC error encountered')"
+    gpu = "torch.cuda.get_device_properties = lambda device: type('Gpu', (), {'uuid': '4f3a'})"
+    fault = f"if os.environ['RANK'] == '1': {gpu}; raise {error}"
+    run.prelude = before_each("pipeline.train.loop.save", "import torch", fault)
+    assert "uncorrectable ECC" in run.run(code=1).err
+    second = run.run(code=75)
+    assert f"rank 1 had a CUDA error again on the GPU 4f3a of {socket.gethostname()}" in second.err
+    run.prelude = run.prelude.replace("uncorrectable ECC", "device-side assert")
+    run.run(code=1)  # the program's fault
 
 
 def test_a_crash_is_recorded_before_it_is_printed_with_its_cause(tmp_path: Path, undisturbed: Job) -> None:

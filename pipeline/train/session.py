@@ -41,7 +41,6 @@ from pipeline.train.resume import load_checkpoint
 from pipeline.train.state import TrainState
 from pipeline.train.step import warm_up
 
-_FIRST_STEPS = 3  # of a start: a shortage of memory in them is the request's, and is saved
 _CRASH_MIRROR_S = 10  # for which a process that crashes may upload to the mirror
 
 
@@ -144,12 +143,10 @@ def train_to_end(trainer: Trainer) -> Evaluation:
         group.shutdown()
         raise
     except Exception as error:  # a fault of ours, or of a peer: nothing collective is possible
-        shortage = None
-        if state.step < first_step + _FIRST_STEPS:
-            shortage = addon("models.memory").explain_shortage(error, config, plan, first_step)
-        if shortage:
-            save_failure(job.folder, shortage, job.request)
-        _crash(trainer, shortage or error, is_secondary=not shortage and is_peer_failure(error))
+        known = addon("run.device_errors").explain(error, job, group, first_step, state.step)
+        if known:
+            save_failure(job.folder, known, job.request)  # if it is permanent
+        _crash(trainer, known or error, is_secondary=not known and is_peer_failure(error))
 
 
 def finish(trainer: Trainer, evaluation: Evaluation) -> str:
@@ -247,7 +244,7 @@ def _crash(trainer: Trainer, error: Exception, *, is_secondary: bool = False) ->
     _record_end(trainer, _end(trainer, "FAILED", "crashed"))  # before anything is printed
     print(f"{details}\npipeline: {line}", file=sys.stderr, flush=True)
     code = error.code if isinstance(error, RunError) else errors.CRASH
-    if code in errors.PERMANENT:
+    if code != errors.CRASH:  # a GPU that fails would fail again here
         stop_restarts()
     if trainer.records.mirror:  # the disk may be gone after this process
         last = time.monotonic() + _CRASH_MIRROR_S

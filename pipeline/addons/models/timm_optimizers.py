@@ -5,7 +5,12 @@ LAMB: You et al., "Large batch optimization for deep learning", 2020. Muon: Jord
 "Muon is scalable for LLM training", 2025. It updates matrices and convolutions, AdamW all else.
 """
 
+import inspect
+from collections import defaultdict
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from pipeline.config.schema import Config
 from pipeline.config.sections import Optimizer
@@ -25,7 +30,53 @@ def make(groups: list[dict[str, Any]], options: Optimizer) -> Any:
     for group in groups[1::2]:
         group["use_fallback"] = True
     momentum = {"momentum": options.momentum, "nesterov": options.nesterov}
-    return _timm("muon")(groups, lr=options.lr, betas=options.betas, **momentum)
+    muon = _timm("muon")
+    if groups[0]["params"][0].device.type == "cuda":
+        muon = batched(muon)
+    return muon(groups, lr=options.lr, betas=options.betas, **momentum)
+
+
+def batched(muon: Any) -> Any:
+    """Return timm's Muon with one iteration for all matrices of a shape, in place of one each.
+
+    Each of timm's is some 45 small kernels, which a GPU's host is too slow to queue.
+    """
+
+    class BatchedMuon(muon):  # type: ignore[misc]
+        @torch.no_grad()
+        def step(self) -> None:
+            for group in self.param_groups:
+                of_shape: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+                for weight in group["params"]:  # those that timm has chosen, at the first step
+                    if weight.grad is not None and self.state[weight].get("use_muon"):
+                        of_shape[len(weight), weight[0].numel()].append(weight)
+                for weights in of_shape.values():
+                    momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
+                    _update(muon, weights, momenta, group)
+                    for weight in weights:
+                        weight.grad = None  # timm updates the others
+            super().step()
+
+    return BatchedMuon
+
+
+def _update(muon: Any, weights: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+    """Update weights of one shape, a convolution's as a matrix, [out, in × height × width]."""
+
+    def stacked(tensors: list[Tensor]) -> Tensor:
+        return torch.stack([tensor.flatten(1) for tensor in tensors], -1)
+
+    functional = inspect.getmodule(muon).muon  # type: ignore[union-attr]
+    options = {name: group[name] for name in inspect.signature(functional).parameters if name in group}
+    # a stack of matrices is to timm one convolution, each of whose positions is a matrix
+    options |= {"conv_mode": "batched", "normalize_spatial": False}
+    all_weights, all_momenta = stacked(weights), stacked(momenta)
+    gradients = stacked([weight.grad for weight in weights if weight.grad is not None])
+    options |= {"params": [all_weights], "grads": [gradients], "momentum_bufs": [all_momenta]}
+    functional(**options)
+    for whole, tensors in ((all_weights, weights), (all_momenta, momenta)):
+        parts = [part.reshape(tensor.shape) for part, tensor in zip(whole.unbind(-1), tensors, strict=True)]
+        torch._foreach_copy_(tensors, parts)
 
 
 def _timm(name: str) -> Any:
