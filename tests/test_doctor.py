@@ -138,14 +138,17 @@ def test_a_disk_that_is_small_or_not_shared_is_named(small_disk: Path, digits: P
 
 
 def test_bad_images_and_the_decoder_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_source(load("digits", ["data.source=folder", f"data.root={place.path / 'images'}"]))
-    assert checks.check_images_decode(source).endswith("JPEG by simplejpeg")
+    config = load("digits", ["data.source=folder", f"data.root={place.path / 'images'}", "batch.global=2"])
+    source = open_source(config)
+    words = (config, source, make_plan(config, HERE, source.size), HERE)
+    says = rf"JPEG by simplejpeg; {HERE.cpus} CPUs make about [\d,]+ training images/s"
+    assert re.search(says, checks.check_images_decode(*words))
     monkeypatch.setattr(images, "simplejpeg", None)
-    assert "JPEG by Pillow, which is slower" in checks.check_images_decode(source)
+    assert "JPEG by Pillow, which is slower" in checks.check_images_decode(*words)
     first = min((place.path / "images/train").glob("*/*"))
     first.write_bytes(bytes(first.stat().st_size))
     with pytest.raises(errors.StorageError, match=rf"{first.name} cannot be decoded .*'pipeline data check'"):
-        checks.check_images_decode(source)
+        checks.check_images_decode(*words)
 
 
 @pytest.mark.full

@@ -186,7 +186,7 @@ def _check_machine(findings: Findings, config: Config, here: World, source: Sour
     warn("memory", lambda: machine.check_memory(plan, on_gpu=on_gpu))
     warn("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here))
     findings.check("disk space", lambda: machine.check_disk_space(config, plan, folder))
-    warn("decoding", lambda: machine.check_images_decode(source))
+    warn("decoding", lambda: machine.check_images_decode(config, source, plan, here))
     warn("all-reduce", lambda: machine.check_all_reduce(config, here))
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 
 from pipeline import machine
 from pipeline.config.schema import Config
@@ -86,21 +87,29 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     return f"{needed:.2f} GiB needed for checkpoints, {free:,.0f} GiB free"
 
 
-def check_images_decode(source: Source) -> str:
-    """Check that a few images from all parts of each split can be decoded."""
+def check_images_decode(config: Config, source: Source, plan: Plan, here: World) -> str:
+    """Check that a few images from all parts of each split can be decoded, and how fast."""
     from pipeline.addons.datasets.images import jpeg_decoder
+    from pipeline.data.augment import SampleKey, augment
     from pipeline.data.interface import UnreadableError
 
-    for images in (source.train, source.val):
+    for images in (source.val, source.train):
         count = min(_SAMPLES, len(images))
-        for sample in [i * len(images) // count for i in range(count)]:
+        samples = [i * len(images) // count for i in range(count)]
+        for sample in samples:
             try:
                 picture = images.open(sample)
                 picture.region(0, 0, picture.height, picture.width)
             except UnreadableError as error:
                 problem = f"{images.name(sample)} cannot be decoded ({error})"
                 raise StorageError(problem, "list all such images with 'pipeline data check'") from None
-    return f"{_SAMPLES} images of each split, JPEG by {jpeg_decoder()}"
+    start = time.process_time()
+    for sample in samples:  # which were read and decoded once before
+        key = SampleKey(0, sample, 0)
+        augment(images.open(sample), config.augment, plan.image_size, config.run.seed, key)
+    rate = here.cpus * len(samples) / (time.process_time() - start)
+    speed = f"{here.cpus} CPUs make about {float(f'{rate:.2g}'):,.0f} training images/s"
+    return f"{_SAMPLES} images of each split, JPEG by {jpeg_decoder()}; {speed}"
 
 
 def check_all_reduce(config: Config, here: World) -> str:

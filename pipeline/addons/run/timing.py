@@ -14,7 +14,7 @@ import torch
 from pipeline.addons.run.progress import format_duration
 from pipeline.plan import Plan
 from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
-from pipeline.train.listener import Listener
+from pipeline.train.listener import Listener, Start
 
 _ON_DEVICE: tuple[Entry, ...] = ("copy", "forward_backward", "communication", "optimizer")
 # validation and checkpoint wait for the device themselves: the host measures them
@@ -106,18 +106,22 @@ class ToAdvice(Listener):
     """Says what an epoch waited for, once each, and at the end where the time went."""
 
     def __init__(self, plan: Plan, log: Callable[[str], None]) -> None:
-        self._last_step, self._log = plan.last_step, log
+        self._plan, self._log, self._step = plan, log, 0
         self._spent: Seconds = dict.fromkeys(ENTRIES, 0.0)
         self._advised: set[Entry] = set()
+
+    def started(self, start: Start) -> None:
+        self._step = start.step
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         spent: Seconds = {entry: metrics[f"time/{entry}_s"] for entry in ENTRIES}
         self._spent = {entry: self._spent[entry] + spent[entry] for entry in ENTRIES}
-        advice = advise(spent)
+        advice = advise(spent, (step - self._step) * self._plan.global_batch)
+        self._step = step
         if advice and advice[0] not in self._advised:
             self._advised.add(advice[0])
             self._log(advice[1])
-        if step >= self._last_step:
+        if step >= self._plan.last_step:
             total = max(1e-9, sum(self._spent.values()))
             shares = sorted(((self._spent[entry] / total, entry) for entry in ENTRIES), reverse=True)
             texts = [
@@ -126,8 +130,11 @@ class ToAdvice(Listener):
             self._log(f"{format_duration(total)} since the start: {', '.join(texts)}")
 
 
-def advise(spent: Seconds) -> tuple[Entry, str] | None:
-    """Return the largest avoidable entry and a line of advice, or None."""
+def advise(spent: Seconds, images: int) -> tuple[Entry, str] | None:
+    """Return the largest avoidable entry and a line of advice, or None.
+
+    images: trained on in that time.
+    """
     total = max(1e-9, sum(spent.values()))
     above = [
         entry for entry, (share, _) in _ADVICE.items() if spent[entry] > max(share * total, _MIN_AVOIDABLE_S)
@@ -135,4 +142,9 @@ def advise(spent: Seconds) -> tuple[Entry, str] | None:
     if not above:
         return None
     largest = max(above, key=lambda entry: spent[entry])
-    return largest, _ADVICE[largest][1].format(share=f"{spent[largest] / total:.0%}")
+    share = f"{spent[largest] / total:.0%}"
+    if largest == "data":
+        training = total - spent["validation"] - spent["checkpoint"]
+        could = images / max(1e-9, training - spent["data"])
+        share += f" ({images / training:,.0f} images/s arrive, {could:,.0f} could be trained on)"
+    return largest, _ADVICE[largest][1].format(share=share)
