@@ -323,6 +323,13 @@ class Job:
             self.clean()
         self.process.wait(5)
 
+    def kill_at(self, step: int) -> None:
+        """Kill all ranks at once when this start has made the step."""
+        self.wait_for_step(step)
+        for rank in self.ranks():
+            kill(rank, signal.SIGKILL)
+        self.wait_gone(5)
+
     def clean(self) -> None:
         for pid in self.processes():
             kill(pid, signal.SIGKILL)

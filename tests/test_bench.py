@@ -19,9 +19,7 @@ MODEL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
 
 
 def succeed(name: str, *words: str, **options: Any) -> str:
-    result = bench(name, *words, **options)
-    assert result.code == 0, result.err
-    return result.out
+    return bench(name, *words, **options).ended_with(0).out
 
 
 def rows(text: str) -> dict[str, dict[str, Any]]:
@@ -53,8 +51,7 @@ def test_a_benchmark_describes_itself(name: str) -> None:
      ("top1 nosuch", "recipe 'nosuch' is unknown")],
 )  # fmt: skip
 def test_a_wrong_request_is_one_line(words: str, line: str) -> None:
-    result = bench(*words.split())
-    assert (result.code, line in result.error) == (2, True), result.err
+    assert line in bench(*words.split()).ended_with(2).error
 
 
 def test_our_loop_is_compared_with_others(full: bool) -> None:
@@ -92,10 +89,9 @@ def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) 
     # one CPU: two threads would wait for each other on a busy machine
     command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable]
     command += [str(ROOT / "benchmarks/gpu.py"), *flags, f"--write={file}", *words]
-    result = run_together([command], [{"PYTHONPATH": f"{tmp_path}:{ROOT}"}])
-    assert result.code == 0, result.err
-    assert file.read_text().splitlines() == result.out.splitlines()[:-1]
-    return result.out
+    out = run_together([command], [{"PYTHONPATH": f"{tmp_path}:{ROOT}"}]).ended_with(0).out
+    assert file.read_text().splitlines() == out.splitlines()[:-1]
+    return out
 
 
 @pytest.mark.full

@@ -178,8 +178,7 @@ def test_only_a_function_that_the_user_names_runs(package: Path, tmp_path: Path,
         assert not ran.exists(), command
         # from the folder that holds it, without PYTHONPATH
         start = pipeline if command[0] == "predict" else quick
-        allowed = start(*command, "--trust", "mynet:net", cwd=package, RAN=str(ran))
-        assert allowed.code == 0, allowed.err
+        allowed = start(*command, "--trust", "mynet:net", cwd=package, RAN=str(ran), code=0)
         ran.unlink()
         if command[0] == "evaluate":
             assert allowed.done["weights"] == expected["weights"]

@@ -5,10 +5,11 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
-from harness import SMALL, Job, environment, quick
+from harness import Job, environment, quick
 
 from pipeline.addons.ops.keys import all_keys
 from pipeline.addons.run.receipt import best_checkpoint, rank
@@ -81,10 +82,10 @@ def test_commands_flags_and_files_are_completed_without_a_slow_import(tmp_path: 
     assert complete("pipeline plan my") == ["my.yaml"]
 
 
-def test_best_takes_the_best_checkpoint(digits: Path, image: Path, tmp_path: Path) -> None:
-    words = [*SMALL, "data.workers=0", "evaluate.every=4 steps", "checkpoint.keep=1", "train.max_steps=12"]
+def test_best_takes_the_best_checkpoint(job: Callable[..., Job], image: Path) -> None:
+    words = ("data.workers=0", "evaluate.every=4 steps", "checkpoint.keep=1", "train.max_steps=12")
     # the learning rate is too high: the best checkpoint is not the last
-    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words, "optimizer.lr=2"]).finished()
+    run = job(*words, "optimizer.lr=2").finished()
     folder = str(run.folder)
     row = max(json.loads((run.folder / "receipt.json").read_text())["evaluations"], key=rank)
     assert row["step"] < 12, "the test needs a best checkpoint that is not the last"

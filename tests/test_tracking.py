@@ -18,18 +18,7 @@ import pytest
 import timm
 import torch
 import yaml
-from harness import (
-    Job,
-    Result,
-    before_each,
-    children,
-    command_line,
-    free_port,
-    kill,
-    quick,
-    read_rows,
-    wait_until,
-)
+from harness import Job, Result, before_each, command_line, free_port, kill, quick, read_rows, wait_until
 from mlflow.entities import LoggedModelStatus
 from object_store import FaultProxy
 from server import Server, foreign_server, sync, tracked_job
@@ -100,8 +89,7 @@ def test_a_bad_server_changes_nothing_and_gets_the_run_later(
     trained: Trained, delivered: dict[str, Result], server: Server, kind: str
 ) -> None:
     (plain, without), (run, result) = trained["none"], trained[kind]
-    assert result.code == 0, result.err
-    assert result.done == without.done
+    assert result.ended_with(0).done == without.done
     assert run.journal("train/", "val/") == plain.journal("train/", "val/")
     events = [row["event"] for row in read_rows(run.folder / "journal.jsonl") if "event" in row]
     assert events == ["created", "started", "evaluated", "saved", "ended"]
@@ -110,7 +98,7 @@ def test_a_bad_server_changes_nothing_and_gets_the_run_later(
     assert "Traceback" not in result.err
     assert result.seconds <= without.seconds + 60, "a silent server is given up"
     run.wait_gone(1)
-    assert delivered[kind].code == 0, delivered[kind].err
+    delivered[kind].ended_with(0)
     assert_complete(server, run)
 
 
@@ -279,8 +267,8 @@ def test_the_last_delivery_may_take_longer_than_run_timeout(tmp_path: Path, digi
 def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, digits: Path) -> None:
     uri = f"http://127.0.0.1:{free_port()}"
     run = job(tmp_path / "run", digits, uri, "track.required=true")
-    result = run.run()
-    assert (result.code, uri in result.error, "Connection refused" in result.error) == (2, True, True)
+    error = run.run(code=2).error
+    assert (uri in error, "Connection refused" in error) == (True, True)
     assert not run.journal("")
 
 
@@ -293,9 +281,9 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, se
         (tmp_path / "secretive.yaml").write_text(yaml.safe_dump(recipe))
         run = job(tmp_path / "run", digits, None, "train.max_steps=4")
         run.arguments[0] = str(tmp_path / "secretive.yaml")
-        (pid,) = run.start().ranks()
+        run.start()
         senders = run.wait_until(
-            lambda: [line for line in map(command_line, children(pid)) if " sync " in line], "sender"
+            lambda: [line for line in map(command_line, run.processes()) if " sync " in line], "sender"
         )
         result = run.wait(code=0)
         assert "MLflow" not in result.err

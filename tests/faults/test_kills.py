@@ -158,10 +158,7 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
     run = Job(tmp_path / "run", words)
     for world, until in ((4, 25), (2, 50), (3, 75)):
         run.nproc = world
-        run.start().wait_for_step(until)
-        for rank in run.ranks():
-            kill(rank, signal.SIGKILL)
-        run.wait_gone(5)
+        run.start().kill_at(until)
     run.nproc = 1
     result = run.run(code=0)
     assert "resuming with 1 process instead of 3" in result.err

@@ -179,8 +179,7 @@ def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, di
     run = job(tmp_path / "run", digits, *words, nproc=1)
     run.start().wait_for_step(3)
     run.folder.rename(tmp_path / "elsewhere")
-    result = run.stop() if end == "stop" else run.wait()
-    assert result.code == 4, result.err
+    result = run.stop(code=4) if end == "stop" else run.wait(code=4)
     assert f"run.dir={run.folder} was removed or renamed" in result.error
     assert "disk" not in result.err
 
