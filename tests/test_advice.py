@@ -153,9 +153,7 @@ def place(place: Place) -> Iterator[Place]:
 @pytest.mark.parametrize(
     "row", [*some(ROWS, 6, pytest.mark.full), *some(MIRROR_ROWS, 3, pytest.mark.long)], ids=str
 )
-def test_the_remedy_in_an_error_message_works(
-    place: Place, row: Advice, request: pytest.FixtureRequest
-) -> None:
+def test_the_remedy_of_an_error_works(place: Place, row: Advice, request: pytest.FixtureRequest) -> None:
     """`doctor` says the same: by then, it also knows what the training has found."""
     node = {} if "track.required" in row.words else {"PET_NPROC_PER_NODE": "1"}  # the checks of a start
     port, is_mirrored = str(free_port()), "MIRROR" in row.words

@@ -202,9 +202,7 @@ SENDING = 'Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_ro
     [("lock", HANG), ("lock", SENDING), ("mlflow.lock", SENDING)],
     ids=["hang", "sending for another", "sending beside another"],
 )
-def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
-    tmp_path: Path, taken: str, program: str
-) -> None:
+def test_all_processes_of_a_run_that_was_taken_over_end(tmp_path: Path, taken: str, program: str) -> None:
     (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00\n")
     command = [sys.executable, "-c", PREPARE + program, str(tmp_path), taken]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -67,9 +67,7 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["parallel=fsdp fsdp.shard=node train.clip=0.5", "parallel=stages"])
-def test_a_run_in_parts_resumes_at_other_numbers_of_processes(
-    tmp_path: Path, digits: Path, parallel: str
-) -> None:
+def test_a_run_in_parts_resumes_at_other_world_sizes(tmp_path: Path, digits: Path, parallel: str) -> None:
     start: Callable[[Job], Result] = two_nodes if "fsdp" in parallel else Job.run_in_forks
     arguments = words(digits, *parallel.split(), "train.ema=0.9")
     expected = start(Job(tmp_path / "uninterrupted", arguments, nproc=4)).done

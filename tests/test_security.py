@@ -326,9 +326,7 @@ def test_an_exported_program_yields_its_tensors_or_is_refused(logged: Path, tmp_
 
 
 @pytest.mark.fault("J5")
-def test_published_weights_in_the_cache_execute_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_published_weights_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = pretrained_weights("resnet18")["IMAGENET1K_V1"]
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
@@ -403,9 +401,7 @@ socket.sethostname("{name}")
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True], ids=["--nproc", "torchrun"])
-def test_a_training_on_one_machine_cannot_be_reached_from_another(
-    by_torchrun: bool, tmp_path: Path, digits: Path
-) -> None:
+def test_a_training_cannot_be_reached_from_outside(by_torchrun: bool, tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1000"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing

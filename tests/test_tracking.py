@@ -102,9 +102,7 @@ def test_a_bad_server_changes_nothing_and_gets_the_run_later(
     assert_complete(server, run)
 
 
-def test_sending_twice_duplicates_nothing(
-    trained: Trained, delivered: dict[str, Result], server: Server
-) -> None:
+def test_sending_again_adds_nothing(trained: Trained, delivered: dict[str, Result], server: Server) -> None:
     run, _ = trained["500"]
     info = server.run_of(run).info
     # as if sending had been interrupted
@@ -186,7 +184,7 @@ def test_mlflow_shows_the_complete_run(tmp_path: Path, digits: Path, server: Ser
 
 @pytest.mark.fault("D1")
 @pytest.mark.full
-def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
+def test_a_killed_server_costs_no_step_and_no_point(
     tmp_path: Path, digits: Path, server: Server, outage: int
 ) -> None:
     words = ("train.epochs=1000", "train.max_steps=none", "evaluate.every=1000 epochs",
@@ -221,7 +219,7 @@ def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
 
 @pytest.mark.full
 @pytest.mark.fault("D2")
-def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
+def test_crash_stop_and_restart_are_one_run_with_a_true_status(
     tmp_path: Path, digits: Path, server: Server
 ) -> None:
     run = job(tmp_path / "killed", digits, server.uri, "track.required=true", "checkpoint.every=5 steps",
@@ -321,9 +319,7 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
     ]  # fmt: skip
 
 
-def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_receipt(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_run_killed_before_a_save_shows_the_figures_of_its_receipt(tmp_path: Path, digits: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     every = ("evaluate.every=4 steps", "checkpoint.every=4 steps", "track.every=1 steps")
     run = job(tmp_path / "run", digits, uri, *every, "train.max_steps=12")

@@ -94,9 +94,7 @@ session.make_loss_guard = make_loss_guard
 
 @pytest.mark.fault("A6", ci=1, long=10)
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
-def test_the_first_error_is_the_last_line_with_rank_step_and_samples(
-    tmp_path: Path, digits: Path, rank: int
-) -> None:
+def test_the_last_line_names_the_first_error_and_its_samples(tmp_path: Path, digits: Path, rank: int) -> None:
     run = job(tmp_path / "run", digits)
     is_due = f"calls == 12 and os.environ['RANK'] == '{rank}'"
     run.prelude = before_each(

@@ -145,9 +145,7 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
 
 @pytest.mark.full
 @pytest.mark.fault("F2")
-def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_run_resumed_at_another_world_size_has_the_same_samples(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SLOW]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"]).finished()
     # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part

@@ -58,9 +58,7 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_closed_terminal_stops_a_run_which_saves_that_step(
-    tmp_path: Path, digits: Path, nproc: int
-) -> None:
+def test_a_closed_terminal_stops_a_run_and_saves_its_step(tmp_path: Path, digits: Path, nproc: int) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start()
     run.wait_for_step(5)
     result = run.stop(signal.SIGHUP, code=75)
@@ -120,7 +118,7 @@ def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
         run.wait_gone(1)
 
 
-def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
+def test_a_signal_at_any_instant_of_a_start_exits_75(
     tmp_path: Path, digits: Path, seed: int, full: bool
 ) -> None:
     """Stop a start while it reads its checkpoint, and at other instants.
@@ -184,9 +182,7 @@ def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, di
     assert "disk" not in result.err
 
 
-def test_a_stop_cuts_neither_slow_steps_nor_saves_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_for_slow_steps_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
     watched = Watchdog(3000, tmp_path / "stacks", 0, stop)
 
