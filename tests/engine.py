@@ -1,12 +1,8 @@
-"""Run `docker` commands, and build the images once for all tests."""
+"""Run `docker` commands."""
 
 import os
-import re
-import shutil
 import subprocess
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 CPU = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
@@ -21,15 +17,3 @@ def docker(*arguments: str, timeout: float = 600, check: bool = True, cwd: Path 
     )  # fmt: skip
     assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout[-3000:]}"
     return done.stdout
-
-
-def build_images() -> None:
-    """Build both images with Compose, or skip the test if no Docker engine answers.
-
-    BASE_IMAGE in the environment selects another base image.
-    """
-    if not shutil.which("docker") or "Server Version" not in docker("info", check=False):
-        pytest.skip("no Docker engine answers here")
-    if not re.search(r"version v?[2-9]", docker("compose", "version", check=False)):
-        pytest.skip("the Docker engine here has no Compose v2")
-    docker("compose", *CPU, "build", timeout=1800, REVISION=REVISION)

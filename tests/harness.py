@@ -247,7 +247,7 @@ class Job:
     def run_in_forks(self, code: int | None = None) -> Result:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        group = _ranks(self) if self.nproc > 1 else [self.env]
+        group = ranks_of(self) if self.nproc > 1 else [self.env]
         commands = [["pipeline", *self.train_words()]] * len(group)
         result = run_together(commands, group, None, 240, self.prelude)
         self.folder.with_suffix(".out").write_text(result.out)
@@ -366,10 +366,10 @@ def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
 
 def by_hand(job: Job) -> Result:
     """Run the job's processes without a launcher; variables tell each its rank and the address."""
-    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, _ranks(job))
+    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, ranks_of(job))
 
 
-def _ranks(job: Job) -> list[dict[str, str]]:
+def ranks_of(job: Job) -> list[dict[str, str]]:
     """Return the variables of each rank of a job without a launcher."""
     size, address = str(job.nproc), f"tcp://127.0.0.1:{free_port()}"
     group = {**job.env, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "INIT_METHOD": address}
@@ -395,7 +395,7 @@ def spawned(job: Job) -> Result:
     path = job.folder.with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_SPAWNING)
-    return run_together([[sys.executable, str(path), *job.train_words()]], [_ranks(job)[0]])
+    return run_together([[sys.executable, str(path), *job.train_words()]], [ranks_of(job)[0]])
 
 
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2, prelude: str = "") -> Job:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import bench, run_together
-from test_pack import encoded, photo
+from test_pack import write_jpegs
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("loop", "data", "gpu", "anatomy", "top1", "store")
@@ -31,11 +31,7 @@ def rows(text: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    for number in range(16):
-        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(photo(120, 160, number), subsampling=0, quality=90))
-    return tmp_path / "images"
+    return write_jpegs(tmp_path / "images", train=16, val=0, height=120, width=160) / "train"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from faults.ledger import Notes
 from harness import Job
+from test_security import Payload
 
 from pipeline.config.load import load
 from pipeline.errors import StorageError, TemporaryError
@@ -89,12 +90,8 @@ def saved(value: object) -> bytes:
 
 @pytest.mark.fault("H2")
 def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
-    class Payload:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "executed",))
-
     with pytest.raises(StorageError, match="not a checkpoint"):
-        decode(saved(Payload()), "evil.pt")
+        decode(saved(Payload(tmp_path / "executed")), "evil.pt")
     assert not (tmp_path / "executed").exists()
 
 

@@ -13,6 +13,7 @@ import torch
 from harness import Job, assert_resumes, pipeline, quick
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
+from test_security import Payload
 from torch import nn
 from torchvision import models
 
@@ -292,11 +293,7 @@ def test_first_weights_come_from_a_file_which_executes_nothing(tmp_path: Path) -
         assert weights.keys() - found.keys() == {"fc.weight", "fc.bias"}
         assert all(torch.equal(found[name], weights[name]) for name in found)
 
-    class Payload:
-        def __reduce__(self) -> object:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"weights": Payload()}, tmp_path / "evil.pth")
+    torch.save({"weights": Payload(tmp_path / "ran")}, tmp_path / "evil.pth")
     (tmp_path / "text.safetensors").write_text("no weights")
     for file in ("evil.pth", "text.safetensors"):
         arguments = [*words("resnet10t", {}), f"model.init={tmp_path / file}", f"run.dir={tmp_path / 'run'}"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SMALL, Result, environment, free_port, quick, run_together
+from harness import SMALL, Job, Result, environment, quick, ranks_of, run_together
 from kinds import KINDS, constants, software, this_machine
 
 from pipeline.addons.run import portable
@@ -46,9 +46,8 @@ def test_a_command_sets_what_it_needs_on_any_number_of_cores(tmp_path: Path, dig
 def two_ranks(folder: Path, digits: Path, word: str = "run.seed=0", **env: str) -> Result:
     """Train with two ranks; rank 1 has another word in its command, or another variable."""
     command = train_command(folder, digits)
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
-    ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    return run_together([command, [*command, word]], [ranks[0], ranks[1] | env])
+    first, second = ranks_of(Job(folder, [], nproc=2))
+    return run_together([command, [*command, word]], [first, second | env])
 
 
 def test_a_run_is_portable_only_if_it_is_on_every_rank(tmp_path: Path, digits: Path) -> None:
