@@ -127,7 +127,7 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
                   marks=pytest.mark.full)],
     ids=["models", "tags", "large uploads"],
 )  # fmt: skip
-def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(
+def test_a_refused_call_holds_back_its_part_alone(
     server: Server, run: Job, refused: str, held: set[str], arrived: set[str]
 ) -> None:
     # a long run's journal

@@ -128,9 +128,7 @@ def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
     folder.release()
 
 
-def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on(
-    tmp_path: Path, digits: Path, holder: Holder
-) -> None:
+def test_the_preflight_waits_for_the_node_it_replaces(tmp_path: Path, digits: Path, holder: Holder) -> None:
     """That node may have lost only the API server, and the other nodes are with it."""
     words = ["pipeline", "doctor", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
     env = node.environment(2, 1) | {"PET_RDZV_ENDPOINT": f"{socket.gethostname()}:29500"}

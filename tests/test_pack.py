@@ -94,9 +94,7 @@ def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory, jpegtran: str)
 # --- JPEGs with restart markers, which can be decoded in part
 
 
-def test_a_sequential_jpeg_gets_restart_markers_and_keeps_its_pixels(
-    jpegtran: str,
-) -> None:
+def test_a_sequential_jpeg_gets_restart_markers_and_keeps_its_pixels(jpegtran: str) -> None:
     sizes = ((120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (1, 1), (1, 700), (700, 1))
     grey = encoded(photo(70, 90).convert("L"))
     factors = grey.index(b"\xff\xc0") + 11  # grey is coded block by block, whatever they are

@@ -15,10 +15,7 @@ from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
 
 SHORT = ("data.workers=0", "train.max_steps=24", "checkpoint.every=4 steps", "evaluate.every=24 steps")
-OFTEN = (
-    "at step 12 rank 1 on ",
-    "than 2 of 3 processes, first in blocks.0.0.conv.weight (equal at step 9)",
-)
+OFTEN = ("at step 12 rank 1 on ", "than 2 of 3 processes, first in blocks.0.0.conv.weight (equal at step 9)")
 TWO = ("at step 10 rank 1 on ", "held other weights than rank 0 (either may be right)")
 SAVE = ("at step 12 rank 2 on ",)
 

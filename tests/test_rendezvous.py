@@ -61,9 +61,7 @@ def test_ranks_are_in_the_order_of_host_names_the_leader_first_without_a_node_th
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_silent_node_ends_the_round_and_the_others_continue_once_stopped(
-    comes_back: bool,
-) -> None:
+def test_a_silent_node_ends_the_round_and_the_others_continue_once_stopped(comes_back: bool) -> None:
     membership, found = Membership(LEADER, [1, 2, 3]), nodes(3)
     membership.update(found, 0)
     train(found, membership, now=5)

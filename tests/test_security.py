@@ -380,9 +380,7 @@ def test_forged_indices_delivered_with_the_data_are_ignored(digits: Path, tmp_pa
     assert manifest.open_index(root, HoldOut(), tmp_path / "b", check_sizes=False).digest == real.digest
 
 
-def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
+def test_no_error_line_repeats_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (
         "train digits checkpoint.mirror={}", "train digits data.source=pack data.root={}",

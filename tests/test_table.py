@@ -149,9 +149,7 @@ def test_labels_that_look_equal_are_one_class_and_the_plan_says_so() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_missing_files_and_equal_images_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_missing_files_and_equal_images_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     index = index_of(TABLE + "a/4.png,cat\n")
     assert "1 file missing, such as a/4.png in row 8" in index.size.notes
     assert main(["data", "check", "t.csv", "--json"]) == 4
@@ -212,9 +210,7 @@ def test_a_made_table_has_its_folders_images(tmp_path: Path, capsys: pytest.Capt
     assert main(["data", "make", "table", str(bad)]) == 2
 
 
-def test_a_table_trains_to_the_weights_of_its_folder_and_is_evaluated_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_trains_to_the_weights_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for split, count in (("train", 8), ("val", 2)):
         fill(tmp_path, *(f"digits/{split}/{label}/{i}.png" for label in "012" for i in range(count)))

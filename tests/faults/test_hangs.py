@@ -31,9 +31,7 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: 
 
 
 @pytest.mark.full
-def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
     run.wait_for_step(5)
     run.send(signal.SIGSTOP)

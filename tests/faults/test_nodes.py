@@ -176,9 +176,7 @@ def _is_finished(run: Job) -> bool:
     "phase",
     ["rendezvous", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("preflight", "silent peer"))],
 )
-def test_a_node_evicted_before_training_is_gone_in_seconds(
-    tmp_path: Path, digits: Path, phase: str, seed: int, notes: Notes
-) -> None:
+def test_an_evicted_node_ends_soon(tmp_path: Path, digits: Path, phase: str, seed: int, notes: Notes) -> None:
     """In the phase "rendezvous" node 0 waits for node 1, otherwise node 1 waits for node 0."""
     with job(tmp_path, digits) as nodes:
         if phase == "silent peer":

@@ -86,9 +86,7 @@ def test_signals_to_loader_workers_or_again_do_not_break_the_save(tmp_path: Path
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
-def test_nohup_keeps_a_run_and_all_its_processes_until_its_launcher_is_stopped(
-    tmp_path: Path, digits: Path, by_torchrun: bool
-) -> None:
+def test_nohup_keeps_a_run_until_its_launcher_stops(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
     """Test with loader workers: torchrun's agent signals the whole process group."""
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
     run.by_torchrun = run.interpreter = by_torchrun
