@@ -34,7 +34,11 @@ DONE = re.compile(
     r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
 )
 
+ROOT = Path(__file__).parents[1]
 make_database = forked.make_database
+CPU = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+REVISION = "0123abc"
+"""The revision of the container images that tests build."""
 SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """Factor on time limits: the number of tests that run on this machine at the same time."""
 
@@ -142,8 +146,18 @@ def bench(
     name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
 ) -> Result:
     """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
-    script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
+    script = ROOT / f"benchmarks/{name}.py"
     return run_together([[*launcher, str(script), *arguments]], [env], cwd, 300)
+
+
+def docker(*arguments: str, timeout: float = 600, check: bool = True, **env: str) -> str:
+    """Run a docker command; return its standard output and standard error together."""
+    done = subprocess.run(
+        ["docker", *arguments], cwd=ROOT, env=os.environ | env, timeout=timeout, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout[-3000:]}"
+    return done.stdout
 
 
 def _needs_interpreter(env: dict[str, str]) -> bool:
@@ -349,6 +363,10 @@ class Job:
 
         found = [path for path in self.checkpoints() if step is None or f"-{step:08}." in path.name]
         return decode(read_verified(found[-1]), found[-1])
+
+
+MakeJob = Callable[..., Job]
+"""The fixture `job`: makes a run with the words and options that it is given."""
 
 
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import bench, run_together
+from harness import ROOT, bench, run_together
 from test_pack import write_jpegs
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = ("loop", "data", "gpu", "anatomy", "top1", "store")
 SIZE = ("--rounds", "1", "--steps", "1")
 MAX_CALLS = 200  # Python functions of an update beyond those of the minimal loop: once 832, now 88

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import CPU, REVISION, ROOT, docker
-from harness import DONE, free_port, pipeline, wait_until
+from harness import CPU, DONE, REVISION, ROOT, docker, free_port, pipeline, wait_until
 from mlflow import MlflowClient
 from mlflow.entities import Run
 

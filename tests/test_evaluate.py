@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import scipy.special
 import torch
 from evaluate_worlds import assert_same_together, evaluate, evaluate_alone, make_model
-from harness import SMALL, Job, Result, quick, save_checkpoint
+from harness import SMALL, Job, MakeJob, Result, quick, save_checkpoint
 from object_store import Bucket
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
@@ -35,7 +34,7 @@ WORLDS = {1: (1, 2), 7: (1, 3), 48: (1, 4), 97: (1, 2, 3, 4), 1000: (1, 3)}
 
 
 @pytest.fixture(scope="module")
-def trained(job: Callable[..., Job]) -> Job:
+def trained(job: MakeJob) -> Job:
     return job("train.epochs=1", "evaluate.batch=16", nproc=2).finished()
 
 
@@ -174,7 +173,7 @@ def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: P
 
 
 @pytest.mark.fault("J4")
-def test_a_run_reports_a_non_finite_validation(job: Callable[..., Job]) -> None:
+def test_a_run_reports_a_non_finite_validation(job: MakeJob) -> None:
     run = job("optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "data.workers=0",
               "schedule.name=constant", "schedule.warmup=0", "train.max_steps=1")  # fmt: skip
     trained = run.run()

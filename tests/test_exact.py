@@ -2,11 +2,10 @@
 
 import copy
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_each_sample_once, plan_of
+from harness import SMALL, Job, MakeJob, assert_each_sample_once, plan_of
 from torch import nn
 
 from pipeline.errors import NotFiniteError
@@ -16,7 +15,6 @@ from pipeline.parallel.exact import ExactStrategy
 from pipeline.timing import StepTimer
 from pipeline.world import World
 
-MakeJob = Callable[..., Job]
 # The model and settings have batch norm, dropout, momentum and augmentation.
 EXACT = ("model.arch=mobilenet_v3_small", "run.exact=true", "run.deterministic=false", "train.max_steps=18",
          "evaluate.every=9 steps", "checkpoint.every=4 steps", "data.workers=2",

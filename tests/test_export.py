@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
@@ -15,7 +14,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from harness import Job, free_port, quick, save_checkpoint
+from harness import Job, MakeJob, free_port, quick, save_checkpoint
 from PIL import Image
 
 from pipeline.addons.mlflow.model import export_model
@@ -26,7 +25,7 @@ from pipeline.data.augment import center_crop
 
 
 @pytest.fixture(scope="module")
-def run(job: Callable[..., Job]) -> Job:
+def run(job: MakeJob) -> Job:
     return job("data.workers=0", "train.max_steps=1", "train.ema=0.9").finished()
 
 

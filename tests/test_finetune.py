@@ -4,7 +4,6 @@ import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from harness import SMALL, Job, assert_resumes, quick, save_checkpoint
+from harness import SMALL, Job, MakeJob, assert_resumes, quick, save_checkpoint
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from sklearn.utils.class_weight import compute_class_weight
@@ -43,7 +42,7 @@ HEAD = ("classifier.weight", "classifier.bias")
 
 
 @pytest.fixture(scope="module")
-def first(job: Callable[..., Job]) -> Job:
+def first(job: MakeJob) -> Job:
     return job("data.workers=0", "train.max_steps=6").finished()
 
 

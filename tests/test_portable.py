@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SMALL, Job, Result, environment, quick, ranks_of, run_together
+from harness import ROOT, SMALL, Job, Result, environment, quick, ranks_of, run_together
 from kinds import KINDS, constants, software, this_machine
 
 from pipeline.addons.run import portable
@@ -114,7 +114,6 @@ def test_square_roots_are_the_ieee_ones() -> None:
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/receipts/kinds.md"
 needs_qemu = pytest.mark.skipif(
     shutil.which("qemu-x86_64") is None, reason="qemu-x86_64 is not installed (Debian: qemu-user)"

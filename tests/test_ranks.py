@@ -2,14 +2,13 @@
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import Job, before_each, free_port, in_ranks
+from harness import MakeJob, before_each, free_port, in_ranks
 
 from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
@@ -29,7 +28,7 @@ SAVE = ("at step 12 rank 2 on ",)
     ids=["often", "two ranks", "before a save", "exact"],
 )  # fmt: skip
 def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
-    job: Callable[..., Job], nproc: int, rank: int, words: tuple[str, ...], says: tuple[str, ...]
+    job: MakeJob, nproc: int, rank: int, words: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
     lowest_bit = "words[0].param_groups[0]['params'][1].data.view(torch.int32).view(-1)[3]"
     flip = f"if (os.environ['RANK'], calls) == ('{rank}', 10): {lowest_bit} ^= 1"
@@ -42,7 +41,7 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
-def test_a_slow_rank_is_named_once(job: Callable[..., Job]) -> None:
+def test_a_slow_rank_is_named_once(job: MakeJob) -> None:
     run = job(*SHORT, "train.max_steps=6", "track.every=2 steps", nproc=2)
     slow = "time.sleep(0.3 * int(os.environ['RANK']))"
     run.prelude = before_each("torch.nn.functional.cross_entropy", slow)

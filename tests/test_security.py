@@ -20,7 +20,7 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, environment, listening, make_database, quick
+from harness import ROOT, SMALL, Job, environment, listening, make_database, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server, foreign_server, tracked_job
@@ -48,7 +48,6 @@ from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 
-ROOT = Path(__file__).parents[1]
 ARCH = "shufflenet_v2_x0_5"
 Capture = pytest.CaptureFixture[str]
 
