@@ -34,7 +34,11 @@ DONE = re.compile(
     r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
 )
 
+ROOT = Path(__file__).parents[1]
 make_database = forked.make_database
+CPU = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+REVISION = "0123abc"
+"""The revision of the container images that tests build."""
 SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """Factor on time limits: the number of tests that run on this machine at the same time."""
 
@@ -142,8 +146,18 @@ def bench(
     name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
 ) -> Result:
     """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
-    script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
+    script = ROOT / f"benchmarks/{name}.py"
     return run_together([[*launcher, str(script), *arguments]], [env], cwd, 300)
+
+
+def docker(*arguments: str, timeout: float = 600, check: bool = True, **env: str) -> str:
+    """Run a docker command; return its standard output and standard error together."""
+    done = subprocess.run(
+        ["docker", *arguments], cwd=ROOT, env=os.environ | env, timeout=timeout, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, f"docker {' '.join(arguments)}: {done.stdout[-3000:]}"
+    return done.stdout
 
 
 def _needs_interpreter(env: dict[str, str]) -> bool:
@@ -247,7 +261,7 @@ class Job:
     def run_in_forks(self, code: int | None = None) -> Result:
         """Train to the end, each rank in a fork, without a launcher."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        group = _ranks(self) if self.nproc > 1 else [self.env]
+        group = ranks_of(self) if self.nproc > 1 else [self.env]
         commands = [["pipeline", *self.train_words()]] * len(group)
         result = run_together(commands, group, None, 240, self.prelude)
         self.folder.with_suffix(".out").write_text(result.out)
@@ -323,6 +337,13 @@ class Job:
             self.clean()
         self.process.wait(5)
 
+    def kill_at(self, step: int) -> None:
+        """Kill all ranks at once when this start has made the step."""
+        self.wait_for_step(step)
+        for rank in self.ranks():
+            kill(rank, signal.SIGKILL)
+        self.wait_gone(5)
+
     def clean(self) -> None:
         for pid in self.processes():
             kill(pid, signal.SIGKILL)
@@ -344,6 +365,10 @@ class Job:
         return decode(read_verified(found[-1]), found[-1])
 
 
+MakeJob = Callable[..., Job]
+"""The fixture `job`: makes a run with the words and options that it is given."""
+
+
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
     """Run the job with two torchrun agents, each with half of the processes.
 
@@ -359,10 +384,10 @@ def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
 
 def by_hand(job: Job) -> Result:
     """Run the job's processes without a launcher; variables tell each its rank and the address."""
-    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, _ranks(job))
+    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, ranks_of(job))
 
 
-def _ranks(job: Job) -> list[dict[str, str]]:
+def ranks_of(job: Job) -> list[dict[str, str]]:
     """Return the variables of each rank of a job without a launcher."""
     size, address = str(job.nproc), f"tcp://127.0.0.1:{free_port()}"
     group = {**job.env, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "INIT_METHOD": address}
@@ -388,7 +413,7 @@ def spawned(job: Job) -> Result:
     path = job.folder.with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_SPAWNING)
-    return run_together([[sys.executable, str(path), *job.train_words()]], [_ranks(job)[0]])
+    return run_together([[sys.executable, str(path), *job.train_words()]], [ranks_of(job)[0]])
 
 
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2, prelude: str = "") -> Job:

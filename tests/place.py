@@ -27,9 +27,12 @@ class Place:
     @classmethod
     def make(cls, path: Path) -> "Place":
         place = cls(path)
-        place.run("data", "make", "synthetic", "images", "--images", "16", "--classes", "4", "--side", "32")
+        place.make_images("images")
         place.train("run.dir=runs/done")
         return place
+
+    def make_images(self, name: str) -> None:
+        self.run("data", "make", "synthetic", name, "--images", "16", "--classes", "4", "--side", "32")
 
     def train(self, *words: str, code: int = 0, **env: str) -> str:
         """Run `train digits` with the small settings and `words`; return standard error.

@@ -42,10 +42,6 @@ def restore(place: Place) -> None:
         path.rename(path.with_suffix(""))
 
 
-def make_other_images(place: Place) -> None:
-    place.run("data", "make", "synthetic", "other", "--images", "16", "--classes", "4", "--side", "32")
-
-
 def start_holder(place: Place, *more: str) -> None:
     """Start another process that trains in the folder; the test kills it at its end."""
     command = ["pipeline", "train", "digits", *SMALL, *HELD, "train.max_steps=2000", *more]
@@ -97,7 +93,7 @@ ROWS = [
     Advice(2, "track.required=true track.uri=http://127.0.0.1:PORT", "with track.required=false",
            "track.required=false track.uri=http://127.0.0.1:PORT"),
     Advice(2, "data.root=other", "make one with 'pipeline data make synthetic other'", "data.root=other",
-           make_other_images),
+           lambda place: place.make_images("other")),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", RESUME),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "start again with run.resume=never",
            "run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
@@ -153,9 +149,7 @@ def place(place: Place) -> Iterator[Place]:
 @pytest.mark.parametrize(
     "row", [*some(ROWS, 6, pytest.mark.full), *some(MIRROR_ROWS, 3, pytest.mark.long)], ids=str
 )
-def test_the_remedy_in_an_error_message_works(
-    place: Place, row: Advice, request: pytest.FixtureRequest
-) -> None:
+def test_the_remedy_of_an_error_works(place: Place, row: Advice, request: pytest.FixtureRequest) -> None:
     """`doctor` says the same: by then, it also knows what the training has found."""
     node = {} if "track.required" in row.words else {"PET_NPROC_PER_NODE": "1"}  # the checks of a start
     port, is_mirrored = str(free_port()), "MIRROR" in row.words

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import bench, run_together
-from test_pack import encoded, photo
+from harness import ROOT, bench, run_together
+from test_pack import write_jpegs
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = ("loop", "data", "gpu", "anatomy", "top1", "store")
 SIZE = ("--rounds", "1", "--steps", "1")
 MAX_CALLS = 200  # Python functions of an update beyond those of the minimal loop: once 832, now 88
@@ -19,9 +18,7 @@ MODEL = ("model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
 
 
 def succeed(name: str, *words: str, **options: Any) -> str:
-    result = bench(name, *words, **options)
-    assert result.code == 0, result.err
-    return result.out
+    return bench(name, *words, **options).ended_with(0).out
 
 
 def rows(text: str) -> dict[str, dict[str, Any]]:
@@ -33,11 +30,7 @@ def rows(text: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    for number in range(16):
-        path = tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(photo(120, 160, number), subsampling=0, quality=90))
-    return tmp_path / "images"
+    return write_jpegs(tmp_path / "images", train=16, val=0, height=120, width=160) / "train"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -53,8 +46,7 @@ def test_a_benchmark_describes_itself(name: str) -> None:
      ("top1 nosuch", "recipe 'nosuch' is unknown")],
 )  # fmt: skip
 def test_a_wrong_request_is_one_line(words: str, line: str) -> None:
-    result = bench(*words.split())
-    assert (result.code, line in result.error) == (2, True), result.err
+    assert line in bench(*words.split()).ended_with(2).error
 
 
 def test_our_loop_is_compared_with_others(full: bool) -> None:
@@ -92,10 +84,9 @@ def gpu_parts(tmp_path: Path, photos: Path, parts: tuple[str, ...], *more: str) 
     # one CPU: two threads would wait for each other on a busy machine
     command = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable]
     command += [str(ROOT / "benchmarks/gpu.py"), *flags, f"--write={file}", *words]
-    result = run_together([command], [{"PYTHONPATH": f"{tmp_path}:{ROOT}"}])
-    assert result.code == 0, result.err
-    assert file.read_text().splitlines() == result.out.splitlines()[:-1]
-    return result.out
+    out = run_together([command], [{"PYTHONPATH": f"{tmp_path}:{ROOT}"}]).ended_with(0).out
+    assert file.read_text().splitlines() == out.splitlines()[:-1]
+    return out
 
 
 @pytest.mark.full

@@ -5,14 +5,14 @@ import io
 import os
 import random
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from faults.ledger import Notes
-from harness import Job
+from harness import MakeJob
+from test_security import Payload
 
 from pipeline.config.load import load
 from pipeline.errors import StorageError, TemporaryError
@@ -89,12 +89,8 @@ def saved(value: object) -> bytes:
 
 @pytest.mark.fault("H2")
 def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
-    class Payload:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "executed",))
-
     with pytest.raises(StorageError, match="not a checkpoint"):
-        decode(saved(Payload()), "evil.pt")
+        decode(saved(Payload(tmp_path / "executed")), "evil.pt")
     assert not (tmp_path / "executed").exists()
 
 
@@ -161,7 +157,7 @@ def test_a_checkpoint_is_not_changed_by_the_next_step(run: RunFolder) -> None:
 
 
 @pytest.mark.fault("C2")
-def test_the_last_good_checkpoint_is_used_and_without_any_it_is_exit_4(job: Callable[..., Job]) -> None:
+def test_the_last_good_checkpoint_is_used_and_without_any_it_is_exit_4(job: MakeJob) -> None:
     run = job("train.epochs=2", "checkpoint.every=4 steps", "train.max_steps=12").finished()
     run.arguments[-1] = "train.max_steps=16"
     newest = run.checkpoints()[-1]
@@ -179,7 +175,7 @@ def test_the_last_good_checkpoint_is_used_and_without_any_it_is_exit_4(job: Call
 
 
 @pytest.mark.fault("I1")
-def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(job: Callable[..., Job]) -> None:
+def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(job: MakeJob) -> None:
     run = job("optimizer.lr=1e6", "schedule.warmup=0", "checkpoint.every=1 steps", nproc=2)
     first = run.run(code=3)
     assert "the loss is" in first.error or "not finite" in first.error

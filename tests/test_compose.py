@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import listening
+from harness import ROOT, listening
 from object_store import Weed
 
 import pipeline
 from pipeline.addons.deploy import node
 
-ROOT = Path(pipeline.__file__).parents[1]
 FILES = sorted(ROOT.glob("docker-compose*.yml"))
 BIN = Path(sys.executable).parent
 EXAMPLES = dict(re.findall(r"^#(\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine import CPU, REVISION, ROOT, docker
-from harness import DONE, free_port, pipeline, wait_until
+from harness import CPU, DONE, REVISION, ROOT, docker, free_port, pipeline, wait_until
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
@@ -117,9 +116,7 @@ def expected(project: Project) -> dict[str, str]:
     return project.done()
 
 
-def test_up_trains_the_digits_and_mlflow_has_the_run(
-    project: Project, expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_up_trains_and_tracks_a_run(project: Project, expected: dict[str, str], tmp_path: Path) -> None:
     assert expected["images"] == "360/360"
     assert float(expected["top1"]) >= 0.97
     assert "MLflow did not" not in project.logs("trainer")
@@ -135,9 +132,7 @@ def test_up_trains_the_digits_and_mlflow_has_the_run(
     assert journal.read_text() == project.run("cat", "/runs/digits/journal.jsonl")
 
 
-def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(
-    project: Project, expected: dict[str, str]
-) -> None:
+def test_a_killed_trainer_resumes_to_the_same_weights(project: Project, expected: dict[str, str]) -> None:
     env = {"RUN": "killed", "OVERRIDES": EXACT}
     project.compose("up", "--detach", **env)
     project.wait_for_step("killed", 30)
@@ -157,9 +152,7 @@ def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(
     assert points[0] == points[1]
 
 
-def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
-    project: Project, expected: dict[str, str]
-) -> None:
+def test_a_removed_trainer_resumes_from_the_bucket(project: Project, expected: dict[str, str]) -> None:
     import boto3
 
     port, key, secret = str(free_port()), "tester", f"{CANARY}-of-the-store"
@@ -239,9 +232,7 @@ def test_the_image_has_the_prerequisites_of_torch_compile_and_packs(project: Pro
 
 
 @pytest.mark.fault("H3")
-def test_a_secret_in_the_environment_is_in_no_log_file_or_layer(
-    project: Project, expected: dict[str, str]
-) -> None:
+def test_a_secret_is_in_no_log_file_or_layer(project: Project, expected: dict[str, str]) -> None:
     assert CANARY in docker("inspect", project.container("trainer")), "the trainer's environment has it"
     assert CANARY not in project.logs("trainer") + project.logs("mlflow")
     options = ("--recursive", "--files-with-matches", "--text")

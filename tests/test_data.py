@@ -131,7 +131,7 @@ def test_the_cache_is_used_until_a_folder_changes(
     assert not (tmp_path / "spare").exists()
 
 
-def test_a_changed_size_is_detected_if_sizes_are_checked_and_a_damaged_cache_is_ignored(
+def test_a_checked_size_that_changed_is_detected_and_a_damaged_cache_ignored(
     tmp_path: Path, folder: Path
 ) -> None:
     before = open_index(folder, HoldOut(), tmp_path, check_sizes=True)
@@ -263,9 +263,7 @@ def test_a_named_pipe_is_not_waited_for(folder: Path, name: str, codes: tuple[in
 
 
 @pytest.mark.fault("E2")
-def test_a_flipped_bit_in_any_image_is_named(
-    tmp_path: Path, notes: Notes, pytestconfig: pytest.Config
-) -> None:
+def test_each_flipped_bit_is_named(tmp_path: Path, notes: Notes, pytestconfig: pytest.Config) -> None:
     count = 400 if pytestconfig.getoption("--faults") == "long" else 50
     names = sorted(f"train/{'ab'[number % 2]}/{number}.png" for number in range(count))
     root = fill(tmp_path / "images", *names, "val/a/1.png", "val/b/1.png")
@@ -388,9 +386,7 @@ def test_links_whose_targets_come_back_are_indexed_again(folder: Path, tmp_path:
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize("state", ["missing", "empty"])
 @pytest.mark.parametrize("name", ["train/cat/1.png", "train/cat", "train/cat/more", "train"])
-def test_links_to_a_place_that_is_away_are_an_outage(
-    folder: Path, tmp_path: Path, name: str, state: str
-) -> None:
+def test_links_to_nothing_are_an_outage(folder: Path, tmp_path: Path, name: str, state: str) -> None:
     before, store = scan(folder, HoldOut()), tmp_path / "store"
     store.mkdir()
     (folder / name).rename(store / "moved")

@@ -84,7 +84,7 @@ def check_gradients(arch: str, size: int, *words: str, has_gpu: bool = True) -> 
     [("alexnet", (DETERMINISTIC,), 64), ("vgg11", (EXACT, "exact.shards=4"), 64),
      ("vgg11_bn", (DETERMINISTIC,), 224)],  # 224: the layer does not change the size
 )  # fmt: skip
-def test_a_layer_without_a_deterministic_gradient_is_refused_on_a_gpu(
+def test_a_gpu_refuses_a_layer_without_a_deterministic_gradient(
     arch: str, words: tuple[str, ...], size: int
 ) -> None:
     line = refused(lambda: check_gradients(arch, size, *words))
@@ -150,7 +150,7 @@ def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], co
 @pytest.mark.parametrize(
     ("gpus", "visible", "processes"), [(4, None, 4), (4, "0,2", 2), (4, "", 2), (4, "-1", 2), (0, None, 2)]
 )
-def test_make_train_starts_a_process_for_each_visible_gpu(
+def test_make_train_uses_each_visible_gpu(
     tmp_path: Path, gpus: int, visible: str | None, processes: int
 ) -> None:
     smi = tmp_path / "nvidia-smi"

@@ -93,9 +93,7 @@ def test_every_link_leads_somewhere_and_the_readme_links_every_page() -> None:
     assert not set(PAGES) - {ROOT / "README.md", *linked}
 
 
-def test_the_table_of_commands_is_complete_and_names_existing_flags(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_table_of_commands_is_complete_and_its_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
     def help_of(*words: str) -> str:
         with pytest.raises(SystemExit):
             parse([*words, "--help"])

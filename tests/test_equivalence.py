@@ -4,12 +4,11 @@ The same seed gives the same weights with any environment and number of workers.
 on every x86-64 CPU with AVX2.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from equivalence import PAGE, RECIPES, ROWS, SIZE, Row, digest, measured, train, train_recipe
-from harness import Job
+from harness import Job, MakeJob
 
 from pipeline.addons.models.compilation import missing_to_compile
 from pipeline.config.load import recipe_names
@@ -58,7 +57,6 @@ def test_every_row_is_within_its_tolerance(rows: list[Row], tmp_path: Path, digi
         assert float(row.difference) <= float(row.tolerance), row
 
 
-MakeJob = Callable[..., Job]
 # This model has dropout in addition to batch norm, which tests the network's own randomness.
 SHORT = ("model.arch=mobilenet_v3_small", *SIZE, "train.max_steps=12", "evaluate.every=12 steps",
          "data.workers=2")  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 import scipy.special
 import torch
 from evaluate_worlds import assert_same_together, evaluate, evaluate_alone, make_model
-from harness import SMALL, Job, Result, quick, save_checkpoint
+from harness import SMALL, Job, MakeJob, Result, quick, save_checkpoint
 from object_store import Bucket
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
@@ -34,9 +34,8 @@ WORLDS = {1: (1, 2), 7: (1, 3), 48: (1, 4), 97: (1, 2, 3, 4), 1000: (1, 3)}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "evaluate.batch=16"]
-    return Job(tmp_path_factory.mktemp("trained") / "run", words, nproc=2).finished()
+def trained(job: MakeJob) -> Job:
+    return job("train.epochs=1", "evaluate.batch=16", nproc=2).finished()
 
 
 def evaluate_run(run: Path, *overrides: str, world: int = 1, code: int = 0) -> Result:
@@ -174,10 +173,9 @@ def test_the_best_model_has_finite_logits_and_of_equals_the_lower_loss(digits: P
 
 
 @pytest.mark.fault("J4")
-def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path) -> None:
-    words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "data.workers=0",
-             "schedule.name=constant", "schedule.warmup=0", "train.max_steps=1"]  # fmt: skip
-    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words])
+def test_a_run_reports_a_non_finite_validation(job: MakeJob) -> None:
+    run = job("optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "data.workers=0",
+              "schedule.name=constant", "schedule.warmup=0", "train.max_steps=1")  # fmt: skip
     trained = run.run()
     for result in (trained, evaluate_run(run.folder, world=2)):
         assert result.done == trained.done

@@ -2,12 +2,10 @@
 
 import copy
 import random
-import signal
-from collections.abc import Callable
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_each_sample_once, kill, plan_of
+from harness import SMALL, Job, MakeJob, assert_each_sample_once, plan_of
 from torch import nn
 
 from pipeline.errors import NotFiniteError
@@ -17,7 +15,6 @@ from pipeline.parallel.exact import ExactStrategy
 from pipeline.timing import StepTimer
 from pipeline.world import World
 
-MakeJob = Callable[..., Job]
 # The model and settings have batch norm, dropout, momentum and augmentation.
 EXACT = ("model.arch=mobilenet_v3_small", "run.exact=true", "run.deterministic=false", "train.max_steps=18",
          "evaluate.every=9 steps", "checkpoint.every=4 steps", "data.workers=2",
@@ -39,24 +36,17 @@ def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(
     run = job(*EXACT)
     share = 18 // len(worlds)
     for number, run.nproc in enumerate(worlds[:-1]):
-        kill_at(run.start(), draw.randint(number * share + 1, (number + 1) * share))
+        run.start().kill_at(draw.randint(number * share + 1, (number + 1) * share))
     run.nproc = worlds[-1]
     assert run.start().wait().out == one_process.output()
     assert_each_sample_once(run.trace(), 48)
     assert run.trace() == one_process.trace()
 
 
-def kill_at(run: Job, step: int) -> None:
-    run.wait_for_step(step)
-    for rank in run.ranks():
-        kill(rank, signal.SIGKILL)
-    run.wait_gone(5)
-
-
 def test_a_killed_run_with_balanced_classes_resumes_exactly_too(job: MakeJob) -> None:
     words = (*EXACT, SMALL[0], "data.balance=sqrt")
     alone, killed = job(*words).finished(), job(*words, nproc=2)
-    kill_at(killed.start(), 16)  # in the second epoch
+    killed.start().kill_at(16)  # in the second epoch
     killed.nproc = 3
     assert killed.run_in_forks().out == alone.output()
     assert killed.trace() == alone.trace()

@@ -14,7 +14,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from harness import SMALL, Job, free_port, quick, save_checkpoint
+from harness import Job, MakeJob, free_port, quick, save_checkpoint
 from PIL import Image
 
 from pipeline.addons.mlflow.model import export_model
@@ -25,9 +25,8 @@ from pipeline.data.augment import center_crop
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1", "train.ema=0.9"]
-    return Job(tmp_path_factory.mktemp("runs") / "run", words).finished()
+def run(job: MakeJob) -> Job:
+    return job("data.workers=0", "train.max_steps=1", "train.ema=0.9").finished()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import pickle
 import random
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from harness import SMALL, Job, assert_resumes, kill, quick, save_checkpoint
+from harness import SMALL, Job, MakeJob, assert_resumes, quick, save_checkpoint
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from sklearn.utils.class_weight import compute_class_weight
@@ -43,9 +42,8 @@ HEAD = ("classifier.weight", "classifier.bias")
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=6"]
-    return Job(tmp_path_factory.mktemp("first") / "run", words).finished()
+def first(job: MakeJob) -> Job:
+    return job("data.workers=0", "train.max_steps=6").finished()
 
 
 @pytest.fixture
@@ -137,10 +135,7 @@ def test_a_fine_tuning_is_the_same_at_any_world_size(tmp_path: Path, digits: Pat
         assert again.out == expected.out
     killed = fine_tune(tmp_path / "killed", digits, teacher, 2)
     for at in sorted(random.Random(39).sample(range(1, step), 2)):
-        killed.start().wait_for_step(at)
-        for rank in killed.ranks():
-            kill(rank, signal.SIGKILL)
-        killed.wait_gone(5)
+        killed.start().kill_at(at)
         killed.nproc = 3 - killed.nproc
     assert killed.run_in_forks().out == expected.out
     assert killed.trace() == alone.trace()

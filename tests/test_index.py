@@ -46,9 +46,7 @@ def test_the_memory_of_a_worker_does_not_grow(tmp_path: Path, count: int) -> Non
 
 
 @pytest.mark.parametrize("count", [5_000, pytest.param(IMAGENET, marks=pytest.mark.long)])
-def test_a_start_from_the_cache_takes_less_than_a_second(
-    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cached_start_takes_a_second(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     root, classes = tmp_path / "images", min(1000, count // 50)
     for split, images in (("train", count), ("val", 50 * classes)):
         folders = [root / split / f"n{label:08d}" for label in range(classes)]

@@ -128,9 +128,7 @@ def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
     folder.release()
 
 
-def test_the_preflight_of_node_0_waits_while_the_node_that_it_replaces_trains_on(
-    tmp_path: Path, digits: Path, holder: Holder
-) -> None:
+def test_the_preflight_waits_for_the_node_it_replaces(tmp_path: Path, digits: Path, holder: Holder) -> None:
     """That node may have lost only the API server, and the other nodes are with it."""
     words = ["pipeline", "doctor", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
     env = node.environment(2, 1) | {"PET_RDZV_ENDPOINT": f"{socket.gethostname()}:29500"}
@@ -202,9 +200,7 @@ SENDING = 'Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_ro
     [("lock", HANG), ("lock", SENDING), ("mlflow.lock", SENDING)],
     ids=["hang", "sending for another", "sending beside another"],
 )
-def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
-    tmp_path: Path, taken: str, program: str
-) -> None:
+def test_all_processes_of_a_run_that_was_taken_over_end(tmp_path: Path, taken: str, program: str) -> None:
     (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00\n")
     command = [sys.executable, "-c", PREPARE + program, str(tmp_path), taken]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

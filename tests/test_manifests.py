@@ -182,9 +182,7 @@ PACK = {"data.source": "pack", "model.arch": "resnet18"}
     ],
     ids=["digits", "pack", "its own bucket, with a cache", "its own mirror"],
 )  # fmt: skip
-def test_data_and_runs_are_in_the_store(
-    given: dict[str, str], root: str | None, mirror: str, size: str
-) -> None:
+def test_data_and_runs_are_stored(given: dict[str, str], root: str | None, mirror: str, size: str) -> None:
     overrides = [f"{key}={value}" for key, value in given.items()]
     pod = pod_of(one(documents(RenderOptions(overrides=overrides, **STORE)), "Job", "trainer"))
     for container in containers(pod):
@@ -297,9 +295,7 @@ def net(num_classes):
 """
 
 
-def test_code_is_sent_verified_and_named_in_the_receipt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_sent_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module, and a package of two ConfigMaps, are sent without what must not be."""
     monkeypatch.setattr("sys.path", [*sys.path])  # the model is found in the folder
     monkeypatch.delitem(sys.modules, "mynet", raising=False)  # of another test

@@ -1,14 +1,13 @@
 """A pass that does not fit into memory is split on all ranks, unless that would change the bits."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from harness import Job, before_each, plan_of
+from harness import Job, MakeJob, before_each, plan_of
 
 from pipeline.addons.models.memory import explain_shortage, fit_passes
 from pipeline.config.load import load
@@ -81,7 +80,7 @@ def test_a_library_that_is_out_of_memory_counts_and_another_error_does_not(error
 
 
 @pytest.mark.parametrize(("step", "code"), [(1, 2), (5, 1)])
-def test_a_shortage_in_the_first_steps_ends_it(job: Callable[..., Job], step: int, code: int) -> None:
+def test_a_shortage_in_the_first_steps_ends_it(job: MakeJob, step: int, code: int) -> None:
     prelude = before_each(
         "pipeline.train.step:Step.apply_gradients", "import torch",
         f"if calls == {step}: raise torch.OutOfMemoryError('CUDA out of memory')",

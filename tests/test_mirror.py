@@ -112,9 +112,7 @@ def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
 
 
 @pytest.mark.fault("K3")
-def test_an_upload_that_was_cut_off_is_never_resumed_from(
-    make_job: MakeJob, bucket: Bucket, expected: Result
-) -> None:
+def test_a_cut_off_upload_is_never_resumed_from(make_job: MakeJob, bucket: Bucket, expected: Result) -> None:
     """The checkpoint before it is used. Without any, nothing is restored or trained again."""
     job = make_job("checkpoint.keep=3")
     job.run()
@@ -237,7 +235,7 @@ def test_processes_of_a_launcher_share_one_mirror(tmp_path: Path, digits: Path, 
     assert max(steps(bucket)) == 40
 
 
-def test_a_finished_run_is_mirrored_and_known_on_an_empty_disk(
+def test_a_finished_run_is_known_on_an_empty_disk(
     make_job: MakeJob, bucket: Bucket, expected: Result
 ) -> None:
     job = make_job("checkpoint.keep=2")
@@ -264,9 +262,7 @@ def test_a_finished_run_is_mirrored_and_known_on_an_empty_disk(
     assert sorted(checkpoints(bucket)) == sorted(path.name for path in job.checkpoints()) == names
 
 
-def test_machines_that_take_turns_send_each_metric_once(
-    tmp_path: Path, make_job: MakeJob, bucket: Bucket
-) -> None:
+def test_machines_in_turn_send_each_metric_once(tmp_path: Path, make_job: MakeJob, bucket: Bucket) -> None:
     """The second is lost before it saves, so that the first trains its steps again."""
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     never = ("checkpoint.every=1000 epochs", "evaluate.every=1000 epochs", "train.epochs=1000",
@@ -321,9 +317,7 @@ def step_5(job: Job) -> Path:
 
 
 @pytest.mark.fault("K3")
-def test_a_rollback_is_in_the_mirror_before_its_first_step(
-    make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy
-) -> None:
+def test_a_rollback_is_mirrored_at_once(make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy) -> None:
     """Also if the store refuses to delete the checkpoints that no longer count."""
     job = make_job(*ROLLBACK, "train.max_steps=20").finished()
     before = job.checkpoints()
@@ -347,9 +341,7 @@ def test_a_rollback_is_in_the_mirror_before_its_first_step(
     assert [row["step"] for row in repeated.starts()] == [0, 5, 12]
 
 
-def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(
-    make_job: MakeJob, fault_proxy: FaultProxy
-) -> None:
+def test_a_disk_that_missed_a_rollback_does_not_undo_it(make_job: MakeJob, fault_proxy: FaultProxy) -> None:
     for name in ("first", "second"):
         job = make_job(*ROLLBACK, "train.max_steps=20", name=name).finished()
     words = (*ROLLBACK, "train.max_steps=12", f"run.resume={step_5(job)}")

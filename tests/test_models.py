@@ -13,6 +13,7 @@ import torch
 from harness import Job, assert_resumes, pipeline, quick
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
+from test_security import Payload
 from torch import nn
 from torchvision import models
 
@@ -178,8 +179,7 @@ def test_only_a_function_that_the_user_names_runs(package: Path, tmp_path: Path,
         assert not ran.exists(), command
         # from the folder that holds it, without PYTHONPATH
         start = pipeline if command[0] == "predict" else quick
-        allowed = start(*command, "--trust", "mynet:net", cwd=package, RAN=str(ran))
-        assert allowed.code == 0, allowed.err
+        allowed = start(*command, "--trust", "mynet:net", cwd=package, RAN=str(ran), code=0)
         ran.unlink()
         if command[0] == "evaluate":
             assert allowed.done["weights"] == expected["weights"]
@@ -293,11 +293,7 @@ def test_first_weights_come_from_a_file_which_executes_nothing(tmp_path: Path) -
         assert weights.keys() - found.keys() == {"fc.weight", "fc.bias"}
         assert all(torch.equal(found[name], weights[name]) for name in found)
 
-    class Payload:
-        def __reduce__(self) -> object:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"weights": Payload()}, tmp_path / "evil.pth")
+    torch.save({"weights": Payload(tmp_path / "ran")}, tmp_path / "evil.pth")
     (tmp_path / "text.safetensors").write_text("no weights")
     for file in ("evil.pth", "text.safetensors"):
         arguments = [*words("resnet10t", {}), f"model.init={tmp_path / file}", f"run.dir={tmp_path / 'run'}"]

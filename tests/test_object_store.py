@@ -59,9 +59,7 @@ def test_objects_are_written_read_listed_and_deleted(bucket: Bucket, large: Path
     assert bucket.names() == [f"{prefix}/{name}" for name in sizes]
 
 
-def test_a_conditional_write_never_replaces_what_another_wrote(
-    bucket: Bucket, fault_proxy: FaultProxy
-) -> None:
+def test_a_conditional_write_replaces_nothing_of_another(bucket: Bucket, fault_proxy: FaultProxy) -> None:
     store = Store(bucket.place)
     first = store.write("lease", b"1", if_absent=True)
     with pytest.raises(ConflictError):

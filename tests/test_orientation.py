@@ -110,9 +110,7 @@ def pixels_of(root: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("jpegtran")
-def test_batches_are_those_of_the_upright_images_from_a_folder_and_packs(
-    turned: Path, tmp_path: Path
-) -> None:
+def test_batches_of_a_folder_and_packs_are_those_of_the_upright_images(turned: Path, tmp_path: Path) -> None:
     expected = pixels_of(tmp_path / "plain")
     assert pixels_of(turned) == expected
     assert pixels_of(turned, "data.orientation=ignore") != expected

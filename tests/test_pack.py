@@ -94,9 +94,7 @@ def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory, jpegtran: str)
 # --- JPEGs with restart markers, which can be decoded in part
 
 
-def test_a_sequential_jpeg_gets_restart_markers_and_each_region_has_the_pixels_of_the_whole(
-    jpegtran: str,
-) -> None:
+def test_a_sequential_jpeg_gets_restart_markers_and_keeps_its_pixels(jpegtran: str) -> None:
     sizes = ((120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (1, 1), (1, 700), (700, 1))
     grey = encoded(photo(70, 90).convert("L"))
     factors = grey.index(b"\xff\xc0") + 11  # grey is coded block by block, whatever they are
@@ -204,9 +202,7 @@ def file_digests(root: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.iterdir())}
 
 
-def test_a_killed_pack_resumes_with_other_workers_to_the_same_bytes(
-    tmp_path: Path, seed: int, jpegtran: str
-) -> None:
+def test_a_killed_packing_resumes_to_the_same_bytes(tmp_path: Path, seed: int, jpegtran: str) -> None:
     source = write_jpegs(tmp_path / "images", train=44, val=4, height=240, width=320)
     start = time.monotonic()
     make(source, tmp_path / "uninterrupted", "lossless", 0.1, workers=1)
@@ -225,9 +221,7 @@ def test_a_killed_pack_resumes_with_other_workers_to_the_same_bytes(
     assert file_digests(out) == expected, f"seed {seed}"
 
 
-def test_a_folder_with_other_contents_is_left_unchanged(
-    folder: Path, packs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_other_contents_are_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     out = packs["lossless"]
     before = file_digests(out)
     (tmp_path / "notes").write_text("mine")

@@ -13,7 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import DONE, SLOW, Job, Result, assert_resumes, before_each, plan_of, quick, refused, two_nodes
+from harness import (
+    DONE,
+    SLOW,
+    Job,
+    MakeJob,
+    Result,
+    assert_resumes,
+    before_each,
+    plan_of,
+    quick,
+    refused,
+    two_nodes,
+)
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
@@ -67,9 +79,7 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["parallel=fsdp fsdp.shard=node train.clip=0.5", "parallel=stages"])
-def test_a_run_in_parts_resumes_at_other_numbers_of_processes(
-    tmp_path: Path, digits: Path, parallel: str
-) -> None:
+def test_a_run_in_parts_resumes_at_other_world_sizes(tmp_path: Path, digits: Path, parallel: str) -> None:
     start: Callable[[Job], Result] = two_nodes if "fsdp" in parallel else Job.run_in_forks
     arguments = words(digits, *parallel.split(), "train.ema=0.9")
     expected = start(Job(tmp_path / "uninterrupted", arguments, nproc=4)).done
@@ -185,7 +195,7 @@ def test_fsdp_predicts_before_it_trains_and_with_the_average_as_it_is_now() -> N
     assert torch.allclose(predict(images), 0.5 * before), "not as it was gathered"
 
 
-def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(job: Callable[..., Job]) -> None:
+def test_all_processes_refuse_a_save_if_a_buffer_is_not_finite(job: MakeJob) -> None:
     prelude = before_each(
         "pipeline.train.loop.save",
         "buffers = words[0].state.model.named_buffers()",
@@ -208,7 +218,7 @@ def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
 
 
-def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(job: Callable[..., Job]) -> None:
+def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(job: MakeJob) -> None:
     words = ("train.max_steps=2", "data.workers=0", "run.deterministic=false", "train.ema=0.5")
     found = []
     for nproc, kind in ((1, "local"), (2, "average"), (2, "local")):

@@ -2,23 +2,19 @@
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from fake_cuda import GLOO_FOR_NCCL
-from harness import Job, assert_same, before_each, free_port, in_ranks
+from harness import MakeJob, assert_same, before_each, free_port, in_ranks
 
 from pipeline.group import Group, is_peer_failure
 from pipeline.world import World
 
 SHORT = ("data.workers=0", "train.max_steps=24", "checkpoint.every=4 steps", "evaluate.every=24 steps")
-OFTEN = (
-    "at step 12 rank 1 on ",
-    "than 2 of 3 processes, first in blocks.0.0.conv.weight (equal at step 9)",
-)
+OFTEN = ("at step 12 rank 1 on ", "than 2 of 3 processes, first in blocks.0.0.conv.weight (equal at step 9)")
 TWO = ("at step 10 rank 1 on ", "held other weights than rank 0 (either may be right)")
 SAVE = ("at step 12 rank 2 on ",)
 
@@ -32,7 +28,7 @@ SAVE = ("at step 12 rank 2 on ",)
     ids=["often", "two ranks", "before a save", "exact"],
 )  # fmt: skip
 def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
-    job: Callable[..., Job], nproc: int, rank: int, words: tuple[str, ...], says: tuple[str, ...]
+    job: MakeJob, nproc: int, rank: int, words: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
     lowest_bit = "words[0].param_groups[0]['params'][1].data.view(torch.int32).view(-1)[3]"
     flip = f"if (os.environ['RANK'], calls) == ('{rank}', 10): {lowest_bit} ^= 1"
@@ -45,7 +41,7 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
-def test_a_slow_rank_is_named_once(job: Callable[..., Job]) -> None:
+def test_a_slow_rank_is_named_once(job: MakeJob) -> None:
     run = job(*SHORT, "train.max_steps=6", "track.every=2 steps", nproc=2)
     slow = "time.sleep(0.3 * int(os.environ['RANK']))"
     run.prelude = before_each("torch.nn.functional.cross_entropy", slow)
@@ -72,7 +68,7 @@ Group.any_rank = refuse
 """The ranks agree as on GPUs."""
 
 
-def test_gpus_agree_on_a_stop_without_an_exchange_of_their_hosts(job: Callable[..., Job]) -> None:
+def test_gpus_agree_on_a_stop_without_an_exchange_of_their_hosts(job: MakeJob) -> None:
     run = job(*SHORT, nproc=2)
     stop = "if (os.environ['RANK'], calls) == ('1', 10): os.kill(os.getpid(), signal.SIGTERM)"
     run.prelude = GPU_GUARD + before_each("torch.nn.functional.cross_entropy", stop)

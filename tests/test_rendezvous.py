@@ -61,9 +61,7 @@ def test_ranks_are_in_the_order_of_host_names_the_leader_first_without_a_node_th
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_stopped(
-    comes_back: bool,
-) -> None:
+def test_a_silent_node_ends_the_round_and_the_others_continue_once_stopped(comes_back: bool) -> None:
     membership, found = Membership(LEADER, [1, 2, 3]), nodes(3)
     membership.update(found, 0)
     train(found, membership, now=5)
@@ -191,9 +189,7 @@ def test_a_node_that_is_lost_before_its_ranks_start_costs_one_round(tmp_path: Pa
     assert "was lost before it began" in agents.log()
 
 
-def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_world_that_does_not_divide_the_batch_is_never_formed(tmp_path: Path, digits: Path) -> None:
     conf = "join_timeout=120,allowed_nodes=1+2"
     with Agents(tmp_path, digits, "1:3", "train.epochs=1000", "batch.global=32", conf=conf) as agents:
         agents.start().start().start()
@@ -227,9 +223,7 @@ NEIGHBOURS = json.loads((Path(__file__).parent / "neighbours.json").read_text())
 
 
 @pytest.mark.parametrize("name", ["dstack", pytest.param("SkyPilot", marks=pytest.mark.full)])
-def test_the_tasks_for_skypilot_and_dstack_are_valid_and_train(
-    tmp_path: Path, digits: Path, name: str
-) -> None:
+def test_tasks_for_skypilot_and_dstack_are_valid_and_train(tmp_path: Path, digits: Path, name: str) -> None:
     task = yaml.safe_load((Path(__file__).parents[1] / f"docs/{name.lower()}.yaml").read_text())
     (schema,) = (schema for title, schema in NEIGHBOURS.items() if title.startswith(name))
     jsonschema.validate(task, schema)

@@ -55,9 +55,7 @@ def test_a_run_has_the_loaders_trace_and_weights_also_after_a_kill(tmp_path: Pat
     ("kind", "reason"),
     [("bad", "one of them cannot be decoded"), ("slow", "the storage is slow"), ("stopped", "")],
 )
-def test_the_loader_reads_what_cannot_be_resident(
-    tmp_path: Path, digits: Path, kind: str, reason: str
-) -> None:
+def test_the_loader_reads_what_is_not_resident(tmp_path: Path, digits: Path, kind: str, reason: str) -> None:
     root = shutil.copytree(digits, tmp_path / "images")
     if kind == "bad":
         next((root / "train").rglob("*.png")).write_text("text")

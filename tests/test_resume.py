@@ -108,15 +108,14 @@ def test_changed_data_is_refused_and_named(place: Place) -> None:
 
 
 @pytest.mark.fault("J3")
-@pytest.mark.parametrize("kind", ["empty folder", "link to nothing"])
-def test_a_restart_waits_for_data_that_is_away(place: Place, kind: str) -> None:
+def test_a_restart_waits_for_data_that_is_away(place: Place) -> None:
     images, resume = place.path / "images", ("run.dir=runs/done", "train.max_steps=2")
     images.rename(place.path / "away")
-    images.mkdir() if kind == "empty folder" else images.symlink_to("/nowhere/images")
+    images.mkdir()  # as of a volume that is not mounted
     says = "data.root=images is missing or empty, and the run in runs/done was trained on it"
     assert says in place.train(*resume, code=75)
     place.train("run.dir=runs/new", code=2)  # no earlier start had this data
-    images.rmdir() if kind == "empty folder" else images.unlink()
+    images.rmdir()
     (place.path / "away").rename(images)
     place.train(*resume)
 

@@ -90,9 +90,7 @@ def test_splits_are_not_classes(tmp_path: Path, folders: str) -> None:
     assert SPLITS[folders] in line
 
 
-def test_a_class_may_have_the_name_of_a_split_beside_others_and_a_link_to_other_images_is_followed(
-    tmp_path: Path,
-) -> None:
+def test_a_class_may_have_the_name_of_a_split_and_links_are_followed(tmp_path: Path) -> None:
     names = (f"{kind}/{i}.png" for kind in ("test", "Training", "bus") for i in range(9))
     root = fill(tmp_path / "photos", *names)
     assert scan(root, HoldOut(0.5)).classes == ("Training", "bus", "test")
@@ -138,9 +136,7 @@ def test_folders_of_two_systems_have_one_index(tmp_path: Path, parents: tuple[st
 
 
 @pytest.mark.usefixtures("jpegtran")
-def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another_system(
-    tmp_path: Path,
-) -> None:
+def test_a_run_takes_the_folder_and_the_pack_of_another_system(tmp_path: Path) -> None:
     root = fill(photos(tmp_path / "photos", ""), "eel/1.png", "eel/2.png")
     words = (
         "train", "digits", "data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}",

@@ -20,7 +20,7 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, environment, listening, make_database, quick
+from harness import ROOT, SMALL, Job, environment, listening, make_database, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server, foreign_server, tracked_job
@@ -48,7 +48,6 @@ from pipeline.record import checkpoint_contents, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 
-ROOT = Path(__file__).parents[1]
 ARCH = "shufflenet_v2_x0_5"
 Capture = pytest.CaptureFixture[str]
 
@@ -326,9 +325,7 @@ def test_an_exported_program_yields_its_tensors_or_is_refused(logged: Path, tmp_
 
 
 @pytest.mark.fault("J5")
-def test_published_weights_in_the_cache_execute_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_published_weights_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = pretrained_weights("resnet18")["IMAGENET1K_V1"]
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
@@ -382,9 +379,7 @@ def test_forged_indices_delivered_with_the_data_are_ignored(digits: Path, tmp_pa
     assert manifest.open_index(root, HoldOut(), tmp_path / "b", check_sizes=False).digest == real.digest
 
 
-def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture
-) -> None:
+def test_no_error_line_repeats_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     for words in (
         "train digits checkpoint.mirror={}", "train digits data.source=pack data.root={}",
@@ -403,9 +398,7 @@ socket.sethostname("{name}")
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True], ids=["--nproc", "torchrun"])
-def test_a_training_on_one_machine_cannot_be_reached_from_another(
-    by_torchrun: bool, tmp_path: Path, digits: Path
-) -> None:
+def test_a_training_cannot_be_reached_from_outside(by_torchrun: bool, tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1000"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing

@@ -4,14 +4,13 @@ import json
 import random
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from evaluate_worlds import assert_same_together, evaluate, evaluate_alone
-from harness import SMALL, Job, kill, quick, read_rows
+from harness import SMALL, Job, quick, read_rows
 from numpy.typing import NDArray
 from sklearn import metrics
 from torch.nn import functional
@@ -167,10 +166,7 @@ def test_balanced_weights_are_negatives_by_positives(table: Keys) -> None:
 def test_a_killed_run_resumes(tmp_path: Path, table: Keys, alone: Job, worlds: tuple[int, ...]) -> None:
     run, share = job(tmp_path / "run", table, worlds[0]), 12 // len(worlds)
     for number, run.nproc in enumerate(worlds[:-1]):
-        run.start().wait_for_step(random.Random(number).randint(number * share + 1, (number + 1) * share))
-        for rank in run.ranks():
-            kill(rank, signal.SIGKILL)
-        run.wait_gone(5)
+        run.start().kill_at(random.Random(number).randint(number * share + 1, (number + 1) * share))
     run.nproc = worlds[-1]
     assert run.run_in_forks().out == alone.output()
     assert run.trace() == alone.trace()

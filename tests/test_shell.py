@@ -1,22 +1,22 @@
-"""The command line by itself: help, recipes, completion, plan --json and --best."""
+"""The command line by itself: help, recipes, completion, plan --json and --best; `make ui`."""
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 from itertools import chain
 from pathlib import Path
 
-from harness import SMALL, Job, environment, quick
+from harness import ROOT, MakeJob, environment, quick
+from ui import address
 
 from pipeline.addons.ops.keys import all_keys
 from pipeline.addons.run.receipt import best_checkpoint, rank
 from pipeline.cli.arguments import Parser
 from pipeline.cli.main import make_parser
 from pipeline.config.load import recipe_names
-
-ROOT = Path(__file__).parent.parent
 
 
 def names(parser: Parser, name: str = "") -> list[str]:
@@ -81,10 +81,10 @@ def test_commands_flags_and_files_are_completed_without_a_slow_import(tmp_path: 
     assert complete("pipeline plan my") == ["my.yaml"]
 
 
-def test_best_takes_the_best_checkpoint(digits: Path, image: Path, tmp_path: Path) -> None:
-    words = [*SMALL, "data.workers=0", "evaluate.every=4 steps", "checkpoint.keep=1", "train.max_steps=12"]
+def test_best_takes_the_best_checkpoint(job: MakeJob, image: Path) -> None:
+    words = ("data.workers=0", "evaluate.every=4 steps", "checkpoint.keep=1", "train.max_steps=12")
     # the learning rate is too high: the best checkpoint is not the last
-    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words, "optimizer.lr=2"]).finished()
+    run = job(*words, "optimizer.lr=2").finished()
     folder = str(run.folder)
     row = max(json.loads((run.folder / "receipt.json").read_text())["evaluations"], key=rank)
     assert row["step"] < 12, "the test needs a best checkpoint that is not the last"
@@ -98,3 +98,15 @@ def test_best_takes_the_best_checkpoint(digits: Path, image: Path, tmp_path: Pat
     assert f"weights={row['weights']}" in quick("evaluate", folder, "--best").out
     exported = quick("export", folder, "--best", "--to", "safetensors")
     assert f"the model of step {row['step']};" in exported.out
+
+
+def test_the_address_is_that_of_the_newest_run_in_the_database(tmp_path: Path) -> None:
+    assert address(tmp_path, "5001") == "http://127.0.0.1:5001/#/experiments?workflowType=machine_learning"
+    own, other = f"sqlite:///{tmp_path}/mlflow.db", "https://mlflow.example.org"
+    for age, (name, server) in enumerate((("elsewhere", other), ("new", own), ("old", own))):
+        (tmp_path / name).mkdir()
+        sent = tmp_path / name / "mlflow.json"
+        sent.write_text(json.dumps({server: {"run_id": f"{name}-id", "experiment_id": "1", "offset": 9}}))
+        os.utime(sent, (1000 - age, 1000 - age))
+    page = "experiments/1/runs/new-id?workflowType=machine_learning"
+    assert address(tmp_path, "5000") == f"http://127.0.0.1:5000/#/{page}"

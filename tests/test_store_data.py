@@ -220,9 +220,7 @@ def trickle(_: str) -> Iterator[bytes]:
         yield b"x"
 
 
-def test_a_part_that_is_not_what_was_asked_is_never_used(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_part_is_never_used(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Range("large", 0, 1000, zlib.crc32(bytes(1000)))
     monkeypatch.setattr(ranges, "_SLOW_S", 1)
     ranges.pop_failures()  # of another test
@@ -242,9 +240,7 @@ def test_a_part_that_is_not_what_was_asked_is_never_used(
     assert seen == [], "no redirect is followed"
 
 
-def test_processes_and_starts_share_the_cache(
-    tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
-) -> None:
+def test_starts_share_the_cache(tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy) -> None:
     expected, _ = stream(packed, range(27, 33), *PACK, "augment.repeats=2")
     cached = ("data.source=pack", "augment.repeats=2", f"data.cache={tmp_path / 'cache'}")
     assert stream(place, range(27, 33), *cached, "data.workers=0", world=2)[0] == expected

@@ -98,23 +98,16 @@ def test_a_pack_that_loses_its_store_and_is_killed_resumes_to_the_same_objects(
     line = pack(images, Store(place), "lossless", 0.1)
     assert line.endswith("; 1 bad")
     assert line == pack(images, local, "lossless", 0.1).replace(str(local), place)
-    assert not written(fault_proxy), "a complete pack is not written again"
+    for prefix, says in (
+        ("a", "is not empty and holds no pack"),
+        ("a/pack", "holds a pack of another source"),
+    ):
+        other = Store(f"{bucket.place}/{prefix}")
+        assert refused(lambda other=other: pack(images, other, "raw=64", 0.1)).startswith(f"{other} {says}")
+    assert not written(fault_proxy), "neither a complete pack is written again, nor other contents"
     for result in (dead, *killed, whole):
         for secret in (bucket.server.secret, "Signature="):
             assert secret not in result.out + result.err
-
-
-def test_a_prefix_with_other_contents_is_left_unchanged(images: Path, local: Path, bucket: Bucket) -> None:
-    bucket.write("mine/notes.txt", b"mine")
-    for path in local.iterdir():
-        bucket.write(f"a/pack/{path.name}", path.read_bytes())
-    reasons = {"mine": "is not empty and holds no pack", "a/pack": "holds a pack of another source, level"}
-    for prefix, says in reasons.items():
-        place = f"{bucket.place}/{prefix}"
-        line = refused(lambda place=place: pack(images, Store(place), "raw=64", 0.1))
-        assert line.startswith(f"{place} {says}")
-    assert objects(bucket) == files(local)
-    assert bucket.names("mine") == ["mine/notes.txt"]
 
 
 def test_a_disk_without_room_for_the_shards_is_named(images: Path, bucket: Bucket, small_disk: Path) -> None:

@@ -254,9 +254,7 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
     assert not hangs, "there was a fork"
 
 
-def test_workers_that_keep_dying_end_the_run_and_an_error_is_no_death(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_that_keep_dying_end_the_run_and_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)
     with pytest.raises(StorageError, match="loader workers died 2 times at one batch"):
         next(failing(range(3)))

@@ -99,9 +99,7 @@ def open_here(*words: str, name: str = "t.csv") -> Index:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("table", "words", "expected"), WRONG, ids=range(len(WRONG)))
-def test_a_wrong_table_is_one_line_that_names_row_and_column(
-    table: str | bytes, words: str, expected: str
-) -> None:
+def test_a_wrong_table_is_named_by_row_and_column(table: str | bytes, words: str, expected: str) -> None:
     line = refused(lambda: index_of(table, *words.split()))
     assert expected in line
     assert line.isprintable()
@@ -151,9 +149,7 @@ def test_labels_that_look_equal_are_one_class_and_the_plan_says_so() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_missing_file_is_a_named_defect_and_equal_images_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_missing_files_and_equal_images_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     index = index_of(TABLE + "a/4.png,cat\n")
     assert "1 file missing, such as a/4.png in row 8" in index.size.notes
     assert main(["data", "check", "t.csv", "--json"]) == 4
@@ -201,9 +197,7 @@ def test_groups_stay_together_and_classes_keep_their_shares() -> None:
     assert chosen in ({b"4"}, {b"5"}, {b"4", b"5"})
 
 
-def test_made_tables_have_the_images_of_their_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_made_table_has_its_folders_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, table = tmp_path / "plain", tmp_path / "plain/labels.csv"
     fill(root, *(f"{label}/{i}.png" for label in "xy" for i in range(9)))
     assert main(["data", "make", "table", str(root)]) == 0
@@ -216,9 +210,7 @@ def test_made_tables_have_the_images_of_their_folder(
     assert main(["data", "make", "table", str(bad)]) == 2
 
 
-def test_a_table_trains_to_the_weights_of_its_folder_and_is_evaluated_wherever_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_trains_to_the_weights_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for split, count in (("train", 8), ("val", 2)):
         fill(tmp_path, *(f"digits/{split}/{label}/{i}.png" for label in "012" for i in range(count)))

@@ -10,11 +10,10 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, before_each, quick
+from harness import SMALL, Job, MakeJob, before_each, quick
 
 from pipeline.record.journal import final_status
 
@@ -40,7 +39,7 @@ def test_training_shows_its_progress_in_one_line_of_a_terminal(tmp_path: Path, d
     assert max(map(len, shown)) < 120
 
 
-def test_a_quiet_run_prints_nothing_and_copies_no_model_in_vain(job: Callable[..., Job]) -> None:
+def test_a_quiet_run_prints_nothing_and_copies_no_model_in_vain(job: MakeJob) -> None:
     no_copy = "from pipeline.train import session; session.copy_to_host = 0"
     run = job("train.max_steps=1", "run.resume=never", "--quiet", prelude=no_copy)
     for _ in range(2):  # the second sets the first aside
@@ -60,7 +59,7 @@ NOT_READ = (
 
 
 @pytest.fixture(scope="module")
-def undisturbed(job: Callable[..., Job]) -> Job:
+def undisturbed(job: MakeJob) -> Job:
     return job("train.max_steps=4", "evaluate.every=2 steps").finished()
 
 

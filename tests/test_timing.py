@@ -2,13 +2,12 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import Job, before_each, plan_of, read_rows
+from harness import MakeJob, before_each, plan_of, read_rows
 
 import pipeline.timing
 from pipeline.addons.run import mfu
@@ -31,7 +30,7 @@ SLOW: dict[Entry, tuple[str, float, int]] = {
 }
 
 
-def test_entries_sum_to_the_wall_time(job: Callable[..., Job]) -> None:
+def test_entries_sum_to_the_wall_time(job: MakeJob) -> None:
     words = ("data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32",
              "batch.global=8", "train.epochs=2", "track.every=1 step", "evaluate.batch=8")  # fmt: skip
     sleeps = [before_each(function, f"time.sleep({seconds})") for function, seconds, _ in SLOW.values()]
@@ -138,7 +137,7 @@ def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) ->
     assert advice is None if says is None else advice and advice[1].startswith(says)
 
 
-def test_the_profile_contains_the_requested_steps(job: Callable[..., Job]) -> None:
+def test_the_profile_contains_the_requested_steps(job: MakeJob) -> None:
     run = job("data.workers=0", "train.max_steps=3", "profile.steps=2-3")
     result = run.run()
     file = run.folder / "report/profile-steps-2-3.json.gz"

@@ -66,8 +66,7 @@ def test_it_follows_pod_0_and_its_replacement_until_the_job_is_complete(tmp_path
         [job(), peer, lost, pod("trainer-0-c", 2, DONE, RUNS)],
         [job("Complete"), peer, lost, pod("trainer-0-c", 2, DONE, DONE, phase="Succeeded")],
     )
-    assert result.code == 0, result.err
-    shown = result.out.splitlines()
+    shown = result.ended_with(0).out.splitlines()
     assert [line for line in dict.fromkeys(shown) if "log" in line] == [
         "the log of trainer-0-a", "the log of trainer-0-c",
     ]  # fmt: skip
@@ -93,5 +92,4 @@ def test_a_failed_job_ends_it_with_its_code_and_line(tmp_path: Path, code: int) 
 
 def test_without_a_cluster_or_a_job_it_ends_with_75(tmp_path: Path) -> None:
     for answers, says in ([], "no route to the cluster"), ([[]], "apply the manifests"):
-        result = watch(tmp_path, *answers)
-        assert (result.code, says in result.error) == (75, True)
+        assert says in watch(tmp_path, *answers).ended_with(75).error

@@ -31,9 +31,7 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: 
 
 
 @pytest.mark.full
-def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
     run.wait_for_step(5)
     run.send(signal.SIGSTOP)
@@ -94,9 +92,7 @@ session.make_loss_guard = make_loss_guard
 
 @pytest.mark.fault("A6", ci=1, long=10)
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
-def test_the_first_error_is_the_last_line_with_rank_step_and_samples(
-    tmp_path: Path, digits: Path, rank: int
-) -> None:
+def test_the_last_line_names_the_first_error_and_its_samples(tmp_path: Path, digits: Path, rank: int) -> None:
     run = job(tmp_path / "run", digits)
     is_due = f"calls == 12 and os.environ['RANK'] == '{rank}'"
     run.prelude = before_each(

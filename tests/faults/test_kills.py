@@ -145,9 +145,7 @@ def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path:
 
 @pytest.mark.full
 @pytest.mark.fault("F2")
-def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_a_run_resumed_at_another_world_size_has_the_same_samples(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SLOW]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"]).finished()
     # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part
@@ -158,10 +156,7 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(
     run = Job(tmp_path / "run", words)
     for world, until in ((4, 25), (2, 50), (3, 75)):
         run.nproc = world
-        run.start().wait_for_step(until)
-        for rank in run.ranks():
-            kill(rank, signal.SIGKILL)
-        run.wait_gone(5)
+        run.start().kill_at(until)
     run.nproc = 1
     result = run.run(code=0)
     assert "resuming with 1 process instead of 3" in result.err

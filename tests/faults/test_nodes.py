@@ -100,9 +100,7 @@ def _contents(folder: Path) -> dict[Path, tuple[str, int]]:
 
 @pytest.mark.full
 @pytest.mark.fault("G2", ci=1, long=20)
-def test_a_permanent_network_cut_ends_both_sides(
-    tmp_path: Path, digits: Path, undisturbed: Job, notes: Notes
-) -> None:
+def test_a_network_cut_ends_both_sides(tmp_path: Path, digits: Path, undisturbed: Job, notes: Notes) -> None:
     with job(tmp_path, digits, "run.timeout=15") as nodes:
         nodes.start_all().wait_for_step(8)
         ranks = nodes[0].ranks() | nodes[1].ranks()
@@ -120,9 +118,7 @@ def test_a_permanent_network_cut_ends_both_sides(
 
 @pytest.mark.full
 @pytest.mark.fault("G3", "I1", ci=1, long=10)
-def test_late_nodes_join_and_stop_for_good_at_a_bad_loss_which_the_next_preflight_finds(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_late_nodes_join_and_the_next_preflight_finds_their_bad_loss(tmp_path: Path, digits: Path) -> None:
     with job(tmp_path, digits, "optimizer.lr=1e6", "schedule.warmup=0") as nodes:
         nodes.start(1)
         time.sleep(4)  # the name of node 0 does not resolve
@@ -158,9 +154,7 @@ def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
 
 @pytest.mark.full
 @pytest.mark.fault("L3", ci=1, long=5)
-def test_node_0_lost_after_the_last_step_does_not_keep_the_job_from_completing(
-    tmp_path: Path, digits: Path
-) -> None:
+def test_the_job_completes_if_node_0_is_lost_after_the_last_step(tmp_path: Path, digits: Path) -> None:
     """Node 1 may have ended for good: the preflight of the new node 0 finds the finished run."""
     with job(tmp_path, digits, "train.max_steps=6") as nodes:
         nodes.start_all().wait_for(lambda: _is_finished(nodes.run), "end of rank 0")
@@ -182,9 +176,7 @@ def _is_finished(run: Job) -> bool:
     "phase",
     ["rendezvous", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("preflight", "silent peer"))],
 )
-def test_a_node_evicted_before_training_is_gone_in_seconds(
-    tmp_path: Path, digits: Path, phase: str, seed: int, notes: Notes
-) -> None:
+def test_an_evicted_node_ends_soon(tmp_path: Path, digits: Path, phase: str, seed: int, notes: Notes) -> None:
     """In the phase "rendezvous" node 0 waits for node 1, otherwise node 1 waits for node 0."""
     with job(tmp_path, digits) as nodes:
         if phase == "silent peer":

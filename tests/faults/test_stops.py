@@ -58,9 +58,7 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_closed_terminal_stops_a_run_which_saves_that_step(
-    tmp_path: Path, digits: Path, nproc: int
-) -> None:
+def test_a_closed_terminal_stops_a_run_and_saves_its_step(tmp_path: Path, digits: Path, nproc: int) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start()
     run.wait_for_step(5)
     result = run.stop(signal.SIGHUP, code=75)
@@ -88,9 +86,7 @@ def test_signals_to_loader_workers_or_again_do_not_break_the_save(tmp_path: Path
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])
-def test_nohup_keeps_a_run_and_all_its_processes_until_its_launcher_is_stopped(
-    tmp_path: Path, digits: Path, by_torchrun: bool
-) -> None:
+def test_nohup_keeps_a_run_until_its_launcher_stops(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
     """Test with loader workers: torchrun's agent signals the whole process group."""
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
     run.by_torchrun = run.interpreter = by_torchrun
@@ -120,7 +116,7 @@ def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
         run.wait_gone(1)
 
 
-def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(
+def test_a_signal_at_any_instant_of_a_start_exits_75(
     tmp_path: Path, digits: Path, seed: int, full: bool
 ) -> None:
     """Stop a start while it reads its checkpoint, and at other instants.
@@ -179,15 +175,12 @@ def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, di
     run = job(tmp_path / "run", digits, *words, nproc=1)
     run.start().wait_for_step(3)
     run.folder.rename(tmp_path / "elsewhere")
-    result = run.stop() if end == "stop" else run.wait()
-    assert result.code == 4, result.err
+    result = run.stop(code=4) if end == "stop" else run.wait(code=4)
     assert f"run.dir={run.folder} was removed or renamed" in result.error
     assert "disk" not in result.err
 
 
-def test_a_stop_cuts_neither_slow_steps_nor_saves_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_for_slow_steps_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopRequest()
     watched = Watchdog(3000, tmp_path / "stacks", 0, stop)
 

@@ -147,9 +147,7 @@ os.listdir = lambda path=".": listdir(path)[::-2] if is_late(path) else listdir(
 
 
 @pytest.mark.fault("J3", ci=1, long=5)
-def test_a_run_waits_for_data_out_of_reach_and_exits_75_if_it_does_not_come_back(
-    tmp_path: Path, digits: Path, seed: int
-) -> None:
+def test_a_run_waits_for_data_out_of_reach_and_then_exits_75(tmp_path: Path, digits: Path, seed: int) -> None:
     words = ("data.source=folder", "data.workers=4", "evaluate.every=9 steps", "run.timeout=20")
     expected = job(tmp_path / "uninterrupted", digits, *words, nproc=2).finished()
     root, away = shutil.copytree(digits, tmp_path / "data"), tmp_path / "away"
@@ -175,9 +173,7 @@ def test_a_run_waits_for_data_out_of_reach_and_exits_75_if_it_does_not_come_back
 @pytest.mark.full
 @pytest.mark.fault("I2")
 @pytest.mark.parametrize("hours", [1, -1])
-def test_a_clock_that_jumps_changes_nothing(
-    tmp_path: Path, digits: Path, uninterrupted: Job, hours: int
-) -> None:
+def test_clock_jumps_change_nothing(tmp_path: Path, digits: Path, uninterrupted: Job, hours: int) -> None:
     """Change only Python's clock: torch's timeouts use a monotonic clock, which never jumps."""
     run = job(tmp_path / "run", digits, "run.timeout=20")
     run.prelude = f"""\
