@@ -130,8 +130,7 @@ def _fill(template: str, values: dict[str, object]) -> str:
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
     )
     templates.filters["quoted"] = json.dumps
-    text: str = templates.get_template(template).render(values)
-    return text
+    return str(templates.get_template(template).render(values))
 
 
 def _complete(request: RenderOptions) -> tuple[RenderOptions, Config]:
@@ -164,10 +163,9 @@ def _check_store(request: RenderOptions, config: Config) -> None:
         return
     if config.data.source in ("folder", "table"):
         images = config.data.root if config.data.source == "folder" else config.data.table
-        raise RequestError(
-            f"data.source={config.data.source} needs a volume that all pods share, and --store has none",
-            f"run 'pipeline data pack {images} {request.store}/data', and add data.source=pack",
-        )
+        problem = f"data.source={config.data.source} needs a volume that all pods share, and --store has none"
+        remedy = f"run 'pipeline data pack {images} {request.store}/data', and add data.source=pack"
+        raise RequestError(problem, remedy)
     if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
         raise RequestError(f"data.cache={config.data.cache} is not on the pods' disk", "use /data/cache")
     if not str(config.checkpoint.mirror).startswith("s3://"):
@@ -253,6 +251,8 @@ def _recipe_text(recipe: str) -> tuple[str, str]:
 def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = _recipe_text(request.recipe)
+    # with its own lines if a YAML block can hold them
+    recipe = yaml.safe_dump(f"{text.rstrip()}\n", default_style="|", width=math.inf, allow_unicode=True)
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
@@ -263,7 +263,7 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     return {
         **vars(request), "code": _code_of(request),
         "job": node.JOB, "host": node.host_name(0), "environment": environment,
-        "run": name, "recipe": _scalar(text), "access": access,
+        "run": name, "recipe": indent(recipe, "  ").strip(), "access": access,
         "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
         **_store_values(request),
         "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
@@ -274,9 +274,3 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
         "command": ", ".join(node.COMMAND),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip
-
-
-def _scalar(text: str) -> str:
-    """Return a recipe as a value of the ConfigMap, with its own lines if a block can hold them."""
-    value = yaml.safe_dump(f"{text.rstrip()}\n", default_style="|", width=math.inf, allow_unicode=True)
-    return indent(value, "  ").strip()

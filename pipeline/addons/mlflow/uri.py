@@ -30,11 +30,10 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
         return uri
     database = str(folder.path.absolute().parent / "mlflow.db")
     if _mlflow_changes(database):
-        raise RequestError(
-            f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it"
-            " is not UTF-8",
-            "give another run.dir, name a server with track.uri, or set track.uri=none",
-        )
+        problem = f"MLflow cannot open {printable_name(database)}"
+        why = "because of a ? or % in the path, or because it is not UTF-8"
+        remedy = "give another run.dir, name a server with track.uri, or set track.uri=none"
+        raise RequestError(f"{problem}, {why}", remedy)
     return f"sqlite:///{database}"
 
 

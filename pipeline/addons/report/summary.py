@@ -4,7 +4,7 @@ import shlex
 import time
 from typing import Any
 
-from pipeline.addons.run.receipt import headline, make_receipt, rank
+from pipeline.addons.run.receipt import Receipt, headline, rank
 from pipeline.config.schema import Config
 from pipeline.errors import count_of
 from pipeline.record.folder import RunFolder
@@ -15,7 +15,7 @@ _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
     """Return the texts and figures that describe a run, and its receipt."""
-    receipt = make_receipt(folder)
+    receipt = Receipt(folder).contents()
     config, plan = receipt["config"], receipt["plan"]
     rows = events(folder.journal)
     last = rows[-1] if rows else {}
