@@ -102,13 +102,11 @@ def _add_render(actions: Commands) -> None:
 
 
 def _render(options: argparse.Namespace) -> str:
-    from pipeline.addons.deploy.k8s import render, render_sync, write
-
-    request, out = flags.options_of(vars(options)), options.out
-    manifests = render_sync(request, options.sync) if options.sync else render(request)
+    k8s, request, out = addon("deploy.k8s"), flags.options_of(vars(options)), options.out
+    manifests = k8s.render_sync(request, options.sync) if options.sync else k8s.render(request)
     if out is None:
         return "---\n".join(manifests.values()).rstrip()
-    replaced = write(manifests, out)
+    replaced = k8s.write(manifests, out)
     place = str(out / next(iter(manifests)) if len(manifests) == 1 else out)
     changed = f" ({', '.join(replaced)} had other contents)" if replaced else ""
     wrote = f"wrote {count_of(len(manifests), 'manifest')} to {out}{changed}"
