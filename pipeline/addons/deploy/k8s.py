@@ -126,9 +126,8 @@ def _code_of(request: RenderOptions) -> dict[str, Any] | None:
 
 
 def _fill(template: str, values: dict[str, object]) -> str:
-    templates = Environment(
-        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
-    )
+    loader = FileSystemLoader(_TEMPLATES)
+    templates = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
     templates.filters["quoted"] = json.dumps
     return str(templates.get_template(template).render(values))
 
@@ -192,16 +191,13 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
     allowed = node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
     nodes = max(allowed, default=request.nodes)
-    world = World(
-        size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
-        has_gpu=request.gpus > 0,
-    )  # fmt: skip
+    size, cpus, has_gpu = nodes * request.processes, request.cpus_of_pod, request.gpus > 0
+    world = World(size=size, local_size=request.processes, cpus=cpus, has_gpu=has_gpu)
     if config.data.source not in ("digits", "synthetic"):  # its size is known in the cluster only
         divide_batch(config, world.size)
         check_model_exists(config.model, num_classes=1000)
         return
-    size = data_size(config)
-    plan = make_plan(config, world, size)
+    plan = make_plan(config, world, data_size(config))
     check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
     if plan.prefetch_bytes > _bytes(_memory_of(request)):
         problem = f"--memory {_memory_of(request)} is less than the batches that its loader workers hold"
@@ -217,10 +213,7 @@ def _bytes(memory: str) -> int:
 
 
 def _store_values(request: RenderOptions) -> dict[str, object]:
-    """Return the variables of the templates that say where the store is.
-
-    Raises RequestError for an endpoint whose namespace is not known.
-    """
+    """Return where the store is. Raises RequestError for an endpoint of an unknown namespace."""
     url = urlsplit(request.store_endpoint or "https://s3.amazonaws.com")
     host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
     service = re.fullmatch(r"[^.]+\.([^.]+)\.svc(\.cluster\.local)?", host)

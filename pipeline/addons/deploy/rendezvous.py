@@ -158,9 +158,8 @@ class _Link:
             port: int = get_free_port()  # type: ignore[no-untyped-call]
             self._master = self._local_address or socket.getfqdn(), port
         # a leader whose own ranks were stopped at the end learns of it from another node
-        is_done = self.state.is_done or (
-            self.state.is_waiting and any(node.is_done for node in nodes.values())
-        )
+        is_one_done = any(node.is_done for node in nodes.values())
+        is_done = self.state.is_done or (self.state.is_waiting and is_one_done)
         return {
             "number": current.number, "members": current.members, "over": current.is_over,
             "waiting": self._membership.waiting_for(nodes, now), "others": len(alive(nodes, now)) - 1,
@@ -324,9 +323,7 @@ def make_handler() -> Callable[[api.RendezvousParameters], api.RendezvousHandler
         tolerate_failures()
         if is_hangup_ignored():
             os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    return lambda parameters: (
-        LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
-    )
+    return lambda given: LocalRendezvous(given) if given.max_nodes == 1 else Rendezvous(given)
 
 
 def _allowed_nodes(parameters: api.RendezvousParameters) -> list[int]:

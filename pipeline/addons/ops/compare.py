@@ -37,10 +37,8 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     files, new_files = old.checkpoints(), new.checkpoints()
     saved = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
     tensor = _first_tensor((step, _digests(files[step]), _digests(new_files[step])) for step in saved)
-    found = [
-        next(_row_differences(old, new, start, last), ""),
-        next(_plan_differences(old, new, start, last), ""),
-    ]
+    row = next(_row_differences(old, new, start, last), "")
+    found = [row, next(_plan_differences(old, new, start, last), "")]
     if any(found) or tensor:
         found.append(tensor or _first_tensor(_checksums(old, new, evaluated)))
         names = ["commit", "code", "version", "image", *(name for name in CAUSES if name != "world")]

@@ -102,16 +102,14 @@ def check_passes(
 def _try_pass(
     options: Model, num_classes: int, images: int, side: int, *, is_training: bool
 ) -> tuple[nn.Module, Any]:
-    """Return the model and what it returns for zeros, on the meta device.
-
-    A model that needs values, as one of your own may, gets two images on the CPU.
-    """
+    """Return the model and what it returns for zeros, on the meta device."""
     try:
         model = check_model_exists(options, num_classes).train(is_training)
         return model, model(torch.zeros(images, 3, side, side, device="meta"))
     except Exception:
         if not options.is_function:
             raise
+    # a model that needs values, as one of your own may, gets two images on the CPU
     model = _freeze(build(options, num_classes), options).train(is_training)
     return model, model(torch.zeros(min(images, 2), 3, side, side))
 

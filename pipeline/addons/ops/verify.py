@@ -136,10 +136,7 @@ def _checkpoint_of(run: Run, step: int) -> Path:
 
 
 def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
-    """Train the repetition with `pipeline train`. Raises RunError if it fails.
-
-    start: the last start of the run.
-    """
+    """Train the repetition. start: the last start of the run. Raises RunError if it fails."""
     recipe.write_text(config.to_yaml(), encoding="utf-8")
     processes = ["--nproc", str(start["world"])] if start["world"] > 1 else []
     # not by run.device, which must be that of the checkpoint

@@ -160,9 +160,8 @@ def draw_reliability(evaluation: SavedEvaluation, title: str) -> bytes:
     above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
     above.plot((0, 1), (0, 1), color="gray", linestyle="--", linewidth=0.8, label="calibrated")
     above.bar(centres, accuracy, width=width, label="accuracy")
-    above.plot(
-        mean_confidence, accuracy, "o", color="tab:orange", markersize=4, label="at its mean confidence"
-    )
+    style = {"color": "tab:orange", "markersize": 4, "label": "at its mean confidence"}
+    above.plot(mean_confidence, accuracy, "o", **style)
     above.set_ylabel("correct images / images", fontsize=8)
     above.legend(fontsize=8, loc="upper left")
     error = evaluation.predictions.calibration_error()

@@ -134,7 +134,6 @@ def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
 
 
 def _commands(folder: RunFolder) -> dict[str, str | None]:
-    """Return the commands that repeat, verify and use the run."""
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
     world = parse_json(folder.plan.read_text(encoding="utf-8"))["world"]
     run_dir = shlex.quote(str(folder.path))
