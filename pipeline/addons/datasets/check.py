@@ -25,8 +25,7 @@ from pipeline.data.interface import Images, Source, UnreadableError
 from pipeline.errors import RequestError, StorageError, count_of
 from pipeline.machine import available_cpus
 
-DARK = 8
-"""An image is dark if all of its pixels are below this value, of 255."""
+_DARK = 8  # an image is dark if all of its pixels are below this value, of 255
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 _LISTED, _CLASSES = 5, 20  # images below a warning and classes on the page, at most; JSON has all
 Pairs = list[tuple[int, int]]
@@ -60,7 +59,7 @@ class Findings:
                 pixels = picture.region(0, 0, picture.height, picture.width).numpy()
                 content = data if isinstance(data, bytes) else f"{data.shape}".encode() + data.tobytes()
                 self.digests[first + i] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
-                return "", picture.orientation != 1, bool(pixels.max() < DARK)
+                return "", picture.orientation != 1, bool(pixels.max() < _DARK)
             except UnreadableError as error:
                 return str(error), False, False
 
@@ -117,9 +116,7 @@ class Findings:
 
     def to_json(self) -> str:
         """Return what was found as JSON."""
-        twins, two_labels = (
-            [[self.name(i) for i in pair] for pair in pairs] for pairs in self.equal_images()
-        )
+        twins, two_labels = ([[*map(self.name, pair)] for pair in pairs] for pairs in self.equal_images())
         found = {
             "images": len(self.digests), "classes": {name: train + val for name, train, val in self.counts()},
             "ignored": self.index.ignored,

@@ -2,10 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
 from pipeline.errors import RequestError
+from pipeline.lazy import addon
 
 
 def add_commands(commands: Commands) -> None:
@@ -31,18 +33,14 @@ def _add_make(actions: Commands) -> None:
     add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
 
 
-def _make(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets.make import make
-
+def _make(options: argparse.Namespace) -> Any:
     sizes = options.images, options.classes, options.side
     if options.kind != "synthetic" and any(sizes):
         raise RequestError("--images, --classes and --side are for synthetic images", "leave them out")
     if options.kind == "table":
-        from pipeline.addons.datasets.make import make_table
-
-        return make_table(_folder(options))
+        return addon("datasets.make").make_table(_folder(options))
     images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
-    return make(options.kind, _folder(options), images, classes, side)
+    return addon("datasets.make").make(options.kind, _folder(options), images, classes, side)
 
 
 def _add_get(actions: Commands) -> None:
@@ -53,10 +51,8 @@ def _add_get(actions: Commands) -> None:
     add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
 
 
-def _get(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets.make import get
-
-    return get(options.kind, _folder(options))
+def _get(options: argparse.Namespace) -> Any:
+    return addon("datasets.make").get(options.kind, _folder(options))
 
 
 def _add_import(actions: Commands) -> None:
@@ -75,10 +71,9 @@ def _add_import(actions: Commands) -> None:
     _add_workers(parser)
 
 
-def _import(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets.make import import_imagenet
-
-    return import_imagenet(options.archives, _place(options.out), options.pack, options.workers)
+def _import(options: argparse.Namespace) -> Any:
+    place, level, workers = _place(options.out), options.pack, options.workers
+    return addon("datasets.make").import_imagenet(options.archives, place, level, workers)
 
 
 def _add_pack(actions: Commands) -> None:
@@ -103,11 +98,9 @@ def _add_pack(actions: Commands) -> None:
     _add_split(parser)
 
 
-def _pack(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets.write_pack import pack
-
-    out, level, share = _place(options.out), options.level, options.val_split
-    return pack(options.src, out, level, share, options.workers, options.overrides)
+def _pack(options: argparse.Namespace) -> Any:
+    out, level, share, workers = _place(options.out), options.level, options.val_split, options.workers
+    return addon("datasets.write_pack").pack(options.src, out, level, share, workers, options.overrides)
 
 
 def _add_check(actions: Commands) -> None:
@@ -125,11 +118,9 @@ def _add_check(actions: Commands) -> None:
     _add_split(parser)
 
 
-def _check(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets.check import check
-
-    share, words, sums = options.val_split, options.overrides, options.write_sums
-    return check(options.root, share, words, write_sums=sums, as_json=options.json)
+def _check(options: argparse.Namespace) -> Any:
+    root, share, words, write_sums = options.root, options.val_split, options.overrides, options.write_sums
+    return addon("datasets.check").check(root, share, words, write_sums=write_sums, as_json=options.json)
 
 
 def _add_split(parser: Parser) -> None:

@@ -53,7 +53,6 @@ class HoldOut:
         return held_out
 
     def _count(self, images: int) -> int:
-        """Return how many of the images of a class are held out."""
         least = 1 if images >= 3 and self.share > 0 else 0
         return min(max(least, round(self.share * images)), images - 1)
 

@@ -39,8 +39,6 @@ _AGAIN = "download it again"
 class ArchiveImages(SplitImages):
     """One split, read from its archive."""
 
-    root: Path
-
     @cached_property
     def _descriptor(self) -> int:
         return os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
@@ -90,14 +88,11 @@ def open_archives(folder: Path) -> Source:
 
 
 def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the number of training images of each class, and the class of each validation image.
-
-    Raises RequestError if it is not the published file, so its contents need no checks.
-    """
+    """Return each class's number of training images, and the class of each validation image."""
     from scipy.io import loadmat
 
     md5 = hashlib.md5(path.read_bytes()).hexdigest()
-    if md5 != _DEVKIT_MD5:
+    if md5 != _DEVKIT_MD5:  # so its contents need no checks
         raise RequestError(f"{path} is not the published development kit: its MD5 is {md5}", _AGAIN)
     with tarfile.open(path) as kit:
         files = {member.name.rpartition("/")[2]: kit.extractfile(member) for member in kit if member.isreg()}

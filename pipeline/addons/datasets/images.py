@@ -133,13 +133,11 @@ def _as_bad_image() -> Iterator[None]:
 
 
 def _decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None) -> Tensor:
-    """Return the pixels of a JPEG, or those of `upper` at least, see `jpeg.upper`.
-
-    Pillow gets the whole file, so that its verdict does not depend on the crop.
-    """
+    """Return the pixels of a JPEG, or those of `upper` at least, see `jpeg.upper`."""
     if simplejpeg:
         with suppress(ValueError, KeyError):  # Pillow decodes it, or says what is wrong
             return _decode_with_simplejpeg(upper or data, frame.scan)
+    # Pillow gets the whole file, so that its verdict does not depend on the crop
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
         _check(data, image.height, image.width)
         return _decode_pillow(image, checks_range=False)

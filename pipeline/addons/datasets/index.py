@@ -103,14 +103,10 @@ class Split:
         sums_of = (
             [] if sums is None else [sums.get(name, sums.get(normal_path(name), bytes(32))) for name in names]
         )
-        return cls(
-            _joined(names),
-            _ends(names),
-            np.array([size for _, size, _ in entries], np.int64),
-            np.array([label for _, _, label in entries], np.int32),
-            _joined(sums_of),
-            np.empty(0, np.int64),
-        )
+        sizes = np.array([size for _, size, _ in entries], np.int64)
+        labels = np.array([label for _, _, label in entries], np.int32)
+        places = np.empty(0, np.int64)
+        return cls(_joined(names), _ends(names), sizes, labels, _joined(sums_of), places)
 
 
 def _joined(parts: list[bytes]) -> NDArray[np.uint8]:

@@ -24,9 +24,7 @@ from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
 _CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as its page gives it, www.cs.toronto.edu/~kriz/cifar.html
-_CIFAR10_CLASSES = (
-    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
-)  # fmt: skip
+_CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 

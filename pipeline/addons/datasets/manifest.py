@@ -28,9 +28,7 @@ from pipeline.streams import log
 SPLITS = ("train", "val")
 _CACHED = ".3.index"
 """End of a cached index's name. In version 0.2 hidden files were images, and it was .index."""
-_MAKE = {
-    "imagenet": "import imagenet ARCHIVES", "imagenette": "get imagenette", "cifar10": "get cifar10",
-}  # fmt: skip
+_MAKE = {"imagenet": "import imagenet ARCHIVES", "imagenette": "get imagenette", "cifar10": "get cifar10"}
 """Command that makes a folder of this name."""
 
 
@@ -101,13 +99,11 @@ def is_current(index: Index, root: Path) -> bool:
         if not is_split and tuple(Walk(root).classes("")) != index.classes:
             return False
         # no folder's time changes if the target of a link comes back
-        links = [
-            split.name(i)
-            for split in (index.train, index.val)
-            for i in np.flatnonzero(split.sizes < 0).tolist()
-        ]
-        is_back = any(os.path.exists(os.path.join(os.fsencode(root), name)) for name in links)
-        return not is_back and (bool(index.table) or digest_of_sums(root) == index.sums)
+        for split in (index.train, index.val):
+            for i in np.flatnonzero(split.sizes < 0).tolist():
+                if os.path.exists(os.path.join(os.fsencode(root), split.name(i))):
+                    return False
+        return bool(index.table) or digest_of_sums(root) == index.sums
     return False
 
 

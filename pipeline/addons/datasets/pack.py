@@ -80,7 +80,6 @@ def shard_name(split: str, number: int) -> str:
 class PackImages(SplitImages):
     """One split of a pack in a folder."""
 
-    root: Path
     split_name: str
     _descriptors: dict[int, int] = field(default_factory=dict, compare=False)
     """Shard number -> descriptor, of the shards read so far."""
@@ -142,7 +141,6 @@ def open_index(root: Path | Store) -> Index:
 
 
 def _read_index(root: Path | Store, digest: str) -> Index:
-    """Return the index with this digest. Raises RequestError if it is not in `root`."""
     problem: object = "it is another one"
     for _ in range(_ATTEMPTS if isinstance(root, Store) else 1):  # bytes may change on their way
         try:

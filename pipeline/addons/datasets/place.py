@@ -49,13 +49,11 @@ def _check_run_is_outside(config: Config, source: Source) -> None:
 
 
 def _check_is_there(config: Config, before: Config | None, digest: str | None) -> None:
-    """Raise TemporaryError if data.root, or a folder of the data with this digest, is away.
-
-    before: the configuration of the last start.
-    """
+    """Raise TemporaryError if data or a folder of it is away. before, digest: of the last start."""
     root = config.data.root or (str(data_root(config)) if config.data.source == "table" else None)
-    is_same = before and _place(before) == _place(config) and config.data.source != "digits"
-    if root is None or config.is_in_store or not is_same:
+    keys = {"source", "root", "table"}
+    is_same = before and before.data.model_dump(include=keys) == config.data.model_dump(include=keys)
+    if root is None or config.is_in_store or not is_same or config.data.source == "digits":
         return
     lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
     if is_non_empty_folder(Path(root)):
@@ -67,10 +65,6 @@ def _check_is_there(config: Config, before: Config | None, digest: str | None) -
         remedy = f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
     problem = f"data.root={root}{lost} is missing or empty, and the run in {config.run_dir} was trained on it"
     raise TemporaryError(problem, remedy)
-
-
-def _place(config: Config) -> tuple[str | None, ...]:
-    return config.data.source, config.data.root, config.data.table
 
 
 def _missing_folder(index: Index, root: Path) -> str | None:

@@ -24,8 +24,6 @@ DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
 
 
 class FolderImages(SplitImages):
-    root: Path
-
     def read(self, i: int) -> bytes:
         expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
@@ -96,9 +94,8 @@ def source_of_table(table: Table) -> Source:
         return source_from_index(table.root, index)
     from pipeline.addons.datasets.parquet import ParquetImages
 
-    train, val = (
-        ParquetImages(table.path, split, table.columns["image"][0]) for split in (index.train, index.val)
-    )
+    column = table.columns["image"][0]
+    train, val = (ParquetImages(table.path, split, column) for split in (index.train, index.val))
     return Source(index.size, index.digest, index.classes, train, val, index, index.label_sets)
 
 

@@ -135,10 +135,7 @@ class Table:
         return index
 
     def _sides(self, labels: list[tuple[str, ...]]) -> tuple[list[bool], HoldOut]:
-        """Return whether each image validates, and by which rule: "table" if the table says it.
-
-        An image of several labels counts for the rarest of them.
-        """
+        """Return whether each image validates, and by which rule: "table" if the table says it."""
         hold_out = self._hold_out or HoldOut(0)
         if hold_out.by == "group":
             self._check_groups()
@@ -148,6 +145,7 @@ class Table:
         if not self._hold_out:
             return [True] * len(splits), hold_out
         counts = Counter(name for names in labels for name in names)
+        # an image of several labels counts for the rarest of them
         rarest = {names: min(names, key=lambda name: (counts[name], name), default="") for names in {*labels}}
         number = {name: i for i, name in enumerate(sorted({*rarest.values()}))}
         images = [(name, number[rarest[names]]) for name, names in zip(self._names, labels, strict=True)]

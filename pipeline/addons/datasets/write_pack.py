@@ -245,7 +245,6 @@ def _make_shard(shard: Shard) -> None:
 def _write_index_and_summary(
     target: Target, request: dict[str, Any], source: Index, shards: list[Shard]
 ) -> None:
-    """Write the index and the summary of the pack from the metadata of all shards."""
     made = []
     for shard in shards:
         data = target.read(shard.metadata_name)

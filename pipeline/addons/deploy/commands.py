@@ -4,18 +4,12 @@ import argparse
 import os
 import re
 import shlex
-from typing import NoReturn
 
-from pipeline.addons.deploy.options import (
-    add_flags,
-    count_or_range,
-    image_name,
-    matching,
-    namespace_name,
-    options_of,
-)
+from pipeline.addons.deploy import options as flags
+from pipeline.addons.deploy.options import matching, namespace_name
 from pipeline.cli.arguments import Commands, add_command, add_recipe, path, positive_int
 from pipeline.errors import RequestError, count_of
+from pipeline.lazy import addon
 
 _run = matching(r"[A-Za-z0-9][\w.-]{0,99}", "a run's name: give that of its folder in /runs, such as digits")
 _kill = matching(r"\d+@\d+", "NODE@STEP, such as 1@40")
@@ -29,7 +23,8 @@ def add_commands(commands: Commands) -> None:
     actions = k8s.add_commands("ACTION")
     _add_render(actions)
     parser = add_command(
-        actions, "watch", _watch, "show how the Job in a cluster goes, until it ends",
+        actions, "watch", lambda options: addon("deploy.watch").watch(options.namespace),
+        "show how the Job in a cluster goes, until it ends",
         "Show the log of the Job's pod 0, and a line for each change of a pod, with kubectl. Ends when the"
         " Job does: with 0 if it is complete, otherwise with the exit code of the preflight that ended it,"
         " or 1.",
@@ -38,7 +33,8 @@ def add_commands(commands: Commands) -> None:
     help = "namespace of the Job (default ddp-pipeline)"
     parser.add_argument("--namespace", type=namespace_name, default="ddp-pipeline", metavar="NAME", help=help)
     add_command(
-        actions, "recover", _recover, "in a cluster: let the Job replace the pods of a node that is lost",
+        actions, "recover", lambda _: addon("deploy.recovery").recover(),
+        "in a cluster: let the Job replace the pods of a node that is lost",
         "Mark each trainer pod of this namespace as Failed that should have ended 15 s ago and whose node has"
         " not reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the"
         " pod of 60-recovery.yaml.",
@@ -58,11 +54,11 @@ def _add_rehearse(commands: Commands) -> None:
     add_recipe(parser)
     add = parser.add_argument
     help = "number of containers; MIN:MAX: train with those that are there, if their number divides the batch"
-    add("--nodes", type=count_or_range, required=True, metavar="N", help=help)
+    add("--nodes", type=flags.count_or_range, required=True, metavar="N", help=help)
     help = "without --gpus: processes per container (default 1)"
     add("--nproc", type=positive_int, default=1, metavar="M", help=help)
     add("--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)")
-    add("--image", type=image_name, default="ddp-pipeline", help="image to run (default ddp-pipeline)")
+    add("--image", type=flags.image_name, default="ddp-pipeline", help="image to run (default ddp-pipeline)")
     add("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
     add("--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)")
     for flag, kind, metavar, help in (
@@ -98,7 +94,7 @@ def _add_render(actions: Commands) -> None:
         argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
     )  # fmt: skip
     add_recipe(parser, "name or path (default digits)", nargs="?")
-    add_flags(parser)
+    flags.add_flags(parser)
     help = "print only a Job that sends the run in /runs/RUN to MLflow, if it ended while MLflow was away"
     parser.add_argument("--sync", type=_run, default=None, metavar="RUN", help=help)
     help = "write one file per manifest to this folder"
@@ -106,26 +102,12 @@ def _add_render(actions: Commands) -> None:
 
 
 def _render(options: argparse.Namespace) -> str:
-    from pipeline.addons.deploy.k8s import render, render_sync, write
-
-    request, out = options_of(vars(options)), options.out
-    manifests = render_sync(request, options.sync) if options.sync else render(request)
+    k8s, request, out = addon("deploy.k8s"), flags.options_of(vars(options)), options.out
+    manifests = k8s.render_sync(request, options.sync) if options.sync else k8s.render(request)
     if out is None:
         return "---\n".join(manifests.values()).rstrip()
-    replaced = write(manifests, out)
+    replaced = k8s.write(manifests, out)
     place = str(out / next(iter(manifests)) if len(manifests) == 1 else out)
     changed = f" ({', '.join(replaced)} had other contents)" if replaced else ""
     wrote = f"wrote {count_of(len(manifests), 'manifest')} to {out}{changed}"
     return f"{wrote}: run kubectl apply -f {shlex.quote(place)}"
-
-
-def _watch(options: argparse.Namespace) -> str:
-    from pipeline.addons.deploy.watch import watch
-
-    return watch(options.namespace)
-
-
-def _recover(_: argparse.Namespace) -> NoReturn:
-    from pipeline.addons.deploy.recovery import recover
-
-    recover()

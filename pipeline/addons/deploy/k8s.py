@@ -126,12 +126,10 @@ def _code_of(request: RenderOptions) -> dict[str, Any] | None:
 
 
 def _fill(template: str, values: dict[str, object]) -> str:
-    templates = Environment(
-        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
-    )
+    loader = FileSystemLoader(_TEMPLATES)
+    templates = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
     templates.filters["quoted"] = json.dumps
-    text: str = templates.get_template(template).render(values)
-    return text
+    return str(templates.get_template(template).render(values))
 
 
 def _complete(request: RenderOptions) -> tuple[RenderOptions, Config]:
@@ -164,10 +162,9 @@ def _check_store(request: RenderOptions, config: Config) -> None:
         return
     if config.data.source in ("folder", "table"):
         images = config.data.root if config.data.source == "folder" else config.data.table
-        raise RequestError(
-            f"data.source={config.data.source} needs a volume that all pods share, and --store has none",
-            f"run 'pipeline data pack {images} {request.store}/data', and add data.source=pack",
-        )
+        problem = f"data.source={config.data.source} needs a volume that all pods share, and --store has none"
+        remedy = f"run 'pipeline data pack {images} {request.store}/data', and add data.source=pack"
+        raise RequestError(problem, remedy)
     if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
         raise RequestError(f"data.cache={config.data.cache} is not on the pods' disk", "use /data/cache")
     if not str(config.checkpoint.mirror).startswith("s3://"):
@@ -194,16 +191,13 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
     allowed = node.allowed_nodes(config, request.min_nodes, request.nodes, request.processes)
     nodes = max(allowed, default=request.nodes)
-    world = World(
-        size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
-        has_gpu=request.gpus > 0,
-    )  # fmt: skip
+    size, cpus, has_gpu = nodes * request.processes, request.cpus_of_pod, request.gpus > 0
+    world = World(size=size, local_size=request.processes, cpus=cpus, has_gpu=has_gpu)
     if config.data.source not in ("digits", "synthetic"):  # its size is known in the cluster only
         divide_batch(config, world.size)
         check_model_exists(config.model, num_classes=1000)
         return
-    size = data_size(config)
-    plan = make_plan(config, world, size)
+    plan = make_plan(config, world, data_size(config))
     check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
     if plan.prefetch_bytes > _bytes(_memory_of(request)):
         problem = f"--memory {_memory_of(request)} is less than the batches that its loader workers hold"
@@ -219,10 +213,7 @@ def _bytes(memory: str) -> int:
 
 
 def _store_values(request: RenderOptions) -> dict[str, object]:
-    """Return the variables of the templates that say where the store is.
-
-    Raises RequestError for an endpoint whose namespace is not known.
-    """
+    """Return where the store is. Raises RequestError for an endpoint of an unknown namespace."""
     url = urlsplit(request.store_endpoint or "https://s3.amazonaws.com")
     host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
     service = re.fullmatch(r"[^.]+\.([^.]+)\.svc(\.cluster\.local)?", host)
@@ -253,6 +244,8 @@ def _recipe_text(recipe: str) -> tuple[str, str]:
 def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = _recipe_text(request.recipe)
+    # with its own lines if a YAML block can hold them
+    recipe = yaml.safe_dump(f"{text.rstrip()}\n", default_style="|", width=math.inf, allow_unicode=True)
     access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
     shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
@@ -263,7 +256,7 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
     return {
         **vars(request), "code": _code_of(request),
         "job": node.JOB, "host": node.host_name(0), "environment": environment,
-        "run": name, "recipe": _scalar(text), "access": access,
+        "run": name, "recipe": indent(recipe, "  ").strip(), "access": access,
         "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
         **_store_values(request),
         "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
@@ -274,9 +267,3 @@ def _values(request: RenderOptions, config: Config) -> dict[str, object]:
         "command": ", ".join(node.COMMAND),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip
-
-
-def _scalar(text: str) -> str:
-    """Return a recipe as a value of the ConfigMap, with its own lines if a block can hold them."""
-    value = yaml.safe_dump(f"{text.rstrip()}\n", default_style="|", width=math.inf, allow_unicode=True)
-    return indent(value, "  ").strip()

@@ -8,17 +8,12 @@ import socket
 import uuid
 
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import api
 
 _LOOPBACK = "127.0.0.1"
 
 
-class OpenRendezvous(RendezvousHandler):
+class OpenRendezvous(api.RendezvousHandler):
     """A rendezvous that no agent closes for the others."""
 
     def __init__(self, backend: str, run_id: str) -> None:
@@ -40,7 +35,7 @@ class OpenRendezvous(RendezvousHandler):
 class LocalRendezvous(OpenRendezvous):
     """The rendezvous of an agent that needs no other. Each round has a store of its own."""
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
+    def __init__(self, parameters: api.RendezvousParameters) -> None:
         # not the id of --rdzv-id: a later launch must have another
         super().__init__(parameters.backend, uuid.uuid4().hex)
 
@@ -48,13 +43,13 @@ class LocalRendezvous(OpenRendezvous):
     def use_agent_store(self) -> bool:
         return True  # for the ranks: they open none of their own
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         listener = socket.create_server((_LOOPBACK, 0))  # TCPStore itself would listen on every address
         port = listener.getsockname()[1]
         store = TCPStore(
             _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+        return api.RendezvousInfo(store, 0, 1, api.RendezvousStoreInfo(_LOOPBACK, port))
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -78,7 +78,6 @@ class Membership:
         return "the other nodes to stop their ranks"
 
     def _reason_to_end(self, nodes: dict[int, Node], present: dict[int, Node], now: float) -> str:
-        """Return why the round ends, or "" if it does not."""
         number, members = self.round.number, self.round.members
         for key in members:
             if nodes[key].is_done:

@@ -41,9 +41,8 @@ def host_name(node: int) -> str:
 def check_resume_is_auto(config: Config) -> None:
     """Raise RequestError for a `run.resume` that is for one start, and not for all of a job."""
     if config.run.resume != "auto":
-        problem = (
-            f"run.resume={config.run.resume} is for one start, and a node that replaces another gets it too"
-        )
+        problem = f"run.resume={config.run.resume} is for one start"
+        problem += ", and a node that replaces another gets it too"
         raise RequestError(problem, "leave it out; for a new run, give another run.dir (in a pod: RUN_DIR)")
 
 

@@ -74,10 +74,11 @@ def _cidr(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is not a network, such as 10.0.0.0/24")
 
 
-def _flag(default: Any, help: str, kind: Any = None, metavar: str | None = None) -> Any:
+def _flag(help: str, kind: Any = None, metavar: str | None = None, default: Any = None) -> Any:
     """Return the field of a flag. kind: its type, or None for a switch."""
-    settings = {"type": kind, "metavar": metavar} if kind else {"action": "store_true"}
-    return field(default=default, metadata={"help": help, **settings})
+    if not kind:
+        return field(default=False, metadata={"help": help, "action": "store_true"})
+    return field(default=default, metadata={"help": help, "type": kind, "metavar": metavar})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,68 +87,56 @@ class RenderOptions:
     overrides: Sequence[str] = ()
     min_nodes: int | None = None  # the fewest that train, from --nodes MIN:MAX; None: all
     nodes: int = _flag(
-        2, "number of pods (default 2); MIN:MAX: train with those that are there", count_or_range, "N"
+        "number of pods (default 2); MIN:MAX: train with those that are there", count_or_range, "N", 2
     )
-    gpus: int = _flag(1, "GPUs per pod, with one process each (default 1)", positive_int, "G")
-    nproc: int = _flag(1, "with --cpu: processes per pod (default 1)", positive_int, "M")
+    gpus: int = _flag("GPUs per pod, with one process each (default 1)", positive_int, "G", 1)
+    nproc: int = _flag("with --cpu: processes per pod (default 1)", positive_int, "M", 1)
     image: str = _flag(
-        f"ddp-pipeline:{__version__}",
         "training image, in a registry that the nodes can pull from; best by digest",
         image_name,
+        default=f"ddp-pipeline:{__version__}",
     )
     mlflow_image: str = _flag(
-        f"ddp-pipeline-mlflow:{__version__}", "MLflow image, likewise", image_name, "IMAGE"
+        "MLflow image, likewise", image_name, "IMAGE", f"ddp-pipeline-mlflow:{__version__}"
     )
     mlflow_auth: bool = _flag(
-        False, "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
+        "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
     )
-    pull_secret: str | None = _flag(None, "Secret with the registry's credentials", _subdomain, "NAME")
+    pull_secret: str | None = _flag("Secret with the registry's credentials", _subdomain, "NAME")
     namespace: str = _flag(
-        "ddp-pipeline", "namespace of all objects (default ddp-pipeline)", namespace_name, "NAME"
+        "namespace of all objects (default ddp-pipeline)", namespace_name, "NAME", "ddp-pipeline"
     )
     storage_class: str | None = _flag(
-        None, "one with ReadWriteMany (default: the cluster's default)", _subdomain, "NAME"
+        "one with ReadWriteMany (default: the cluster's default)", _subdomain, "NAME"
     )
     store: str | None = _flag(
-        None, "keep data and runs in this bucket, no volume is shared", _store, "s3://BUCKET/PREFIX"
+        "keep data and runs in this bucket, no volume is shared", _store, "s3://BUCKET/PREFIX"
     )
     store_endpoint: str | None = _flag(
-        None,
-        "URL of a store that is not AWS's; its password is in your Secret store-credentials",
-        _endpoint,
-        "URL",
+        "URL of a store that is not AWS's; its password is in your Secret store-credentials", _endpoint, "URL"
     )
     store_cidr: str | None = _flag(
-        None, "the only addresses of it that trainers may reach (default: every public one)", _cidr, "CIDR"
+        "the only addresses of it that trainers may reach (default: every public one)", _cidr, "CIDR"
     )
     service_account: str | None = _flag(
-        None,
-        "the trainers' ServiceAccount, if your cloud gives it the rights to the bucket",
-        _subdomain,
-        "NAME",
+        "the trainers' ServiceAccount, if your cloud gives it the rights to the bucket", _subdomain, "NAME"
     )
-    single_node: bool = _flag(False, "all pods run on one machine (kind, minikube): use ReadWriteOnce")
-    cpus: int | None = _flag(
-        None, "CPUs per pod (default 8 per GPU, or 2 per process on CPU)", positive_int, "C"
-    )
-    memory: str | None = _flag(
-        None, "memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)", _memory
-    )
+    single_node: bool = _flag("all pods run on one machine (kind, minikube): use ReadWriteOnce")
+    cpus: int | None = _flag("CPUs per pod (default 8 per GPU, or 2 per process on CPU)", positive_int, "C")
+    memory: str | None = _flag("memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)", _memory)
     shm: str | None = _flag(
-        None, "part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)", _memory
+        "part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)", _memory
     )
     runtime_class: str | None = _flag(
-        None, "the pods' RuntimeClass, if NVIDIA's runtime is not the nodes' default", _subdomain, "NAME"
+        "the pods' RuntimeClass, if NVIDIA's runtime is not the nodes' default", _subdomain, "NAME"
     )
     queue: str | None = _flag(
-        None, "Kueue's LocalQueue, which starts all pods together or none", _subdomain, "NAME"
+        "Kueue's LocalQueue, which starts all pods together or none", _subdomain, "NAME"
     )
     code: str | None = _flag(
-        None, "run the Python modules and packages of this folder, without a new image", path_or_uri, "FOLDER"
+        "run the Python modules and packages of this folder, without a new image", path_or_uri, "FOLDER"
     )
-    no_recovery: bool = _flag(
-        False, "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"
-    )
+    no_recovery: bool = _flag("leave out 60-recovery.yaml, which replaces the pods of a node that lost power")
 
     @property
     def processes(self) -> int:

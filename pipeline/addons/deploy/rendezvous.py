@@ -37,12 +37,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import api
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -163,9 +158,8 @@ class _Link:
             port: int = get_free_port()  # type: ignore[no-untyped-call]
             self._master = self._local_address or socket.getfqdn(), port
         # a leader whose own ranks were stopped at the end learns of it from another node
-        is_done = self.state.is_done or (
-            self.state.is_waiting and any(node.is_done for node in nodes.values())
-        )
+        is_one_done = any(node.is_done for node in nodes.values())
+        is_done = self.state.is_done or (self.state.is_waiting and is_one_done)
         return {
             "number": current.number, "members": current.members, "over": current.is_over,
             "waiting": self._membership.waiting_for(nodes, now), "others": len(alive(nodes, now)) - 1,
@@ -176,7 +170,7 @@ class _Link:
 class Rendezvous(OpenRendezvous):
     """The rendezvous of one agent. torchrun calls its methods in the main thread."""
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
+    def __init__(self, parameters: api.RendezvousParameters) -> None:
         super().__init__(parameters.backend, parameters.run_id)
         self._local_address = parameters.local_addr
         self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, _PORT)
@@ -192,7 +186,7 @@ class Rendezvous(OpenRendezvous):
                     signal.signal(number, lambda *_: sys.exit(TemporaryError.code))
         self._exit_if_finished()
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         """Wait for the next round that has this node in it.
 
         Raises SystemExit: with 0 if the training is done, with 75 after join_timeout.
@@ -224,7 +218,7 @@ class Rendezvous(OpenRendezvous):
                 _log(f"waiting for {lacking}, {waited}")
                 logged = now
         rank, size = answer["members"].index(link.key), len(answer["members"])
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(*answer["master"]))
+        return api.RendezvousInfo(store, rank, size, api.RendezvousStoreInfo(*answer["master"]))
 
     def _are_all_here(self, link: _Link, store: PrefixStore, members: Sequence[int]) -> bool:
         """Wait until all members of the round have come; return False if it ends before.
@@ -320,7 +314,7 @@ class Rendezvous(OpenRendezvous):
             last = now
 
 
-def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+def make_handler() -> Callable[[api.RendezvousParameters], api.RendezvousHandler]:
     """Return the factory that torchrun calls (entry point), before it reads its arguments.
 
     torchrun handles SIGHUP even if it is ignored (`nohup`): for this program, leave it ignored.
@@ -329,12 +323,10 @@ def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
         tolerate_failures()
         if is_hangup_ignored():
             os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
-    return lambda parameters: (
-        LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
-    )
+    return lambda given: LocalRendezvous(given) if given.max_nodes == 1 else Rendezvous(given)
 
 
-def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:
+def _allowed_nodes(parameters: api.RendezvousParameters) -> list[int]:
     """Return the numbers of nodes that may form a round. Exits with 2 if there is none."""
     low, high = parameters.min_nodes, parameters.max_nodes
     given = str(parameters.get("allowed_nodes") or "")

@@ -27,10 +27,8 @@ def has_applied_resume(config: Config, journal: Path) -> bool:
     if job is None or resume == "auto" or Path(resume).absolute() == config.run_dir.absolute():
         return False
     if job == _NO_LAUNCH_ID:
-        raise RequestError(
-            f"run.resume={resume} would apply again at each restart of a job without an id",
-            "name this job with torchrun's --rdzv-id NAME, or leave run.resume out",
-        )
+        problem = f"run.resume={resume} would apply again at each restart of a job without an id"
+        raise RequestError(problem, "name this job with torchrun's --rdzv-id NAME, or leave run.resume out")
     start = last_event(journal, "started")
     return (start.get("launch"), start.get("resume")) == (job, resume)
 
@@ -49,8 +47,6 @@ def config_after_restart(config: Config) -> Config:
     if named != "never" and used and not is_copied:  # the same file, and no newer one of its folder
         places = (Path(named) / used, Path(named) / "checkpoints" / used)
         resume = next((str(path) for path in places if path.exists()), named)
-    make_terminal(is_main=True).log(
-        f"an earlier start of job {launch_id()} applied run.resume={named}: continuing with"
-        f" run.resume={resume}"
-    )
+    applied = f"an earlier start of job {launch_id()} applied run.resume={named}"
+    make_terminal(is_main=True).log(f"{applied}: continuing with run.resume={resume}")
     return config.replacing("run", resume=resume)

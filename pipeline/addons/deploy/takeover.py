@@ -138,10 +138,9 @@ class Lock:
                 try:
                     is_locked = lock(descriptor, patience_s)
                 except OSError as error:
-                    raise RequestError(
-                        f"run.dir={self.path.parent} cannot be locked: {error.strerror}",
-                        "give a folder on a file system with locks (NFS 4, CephFS, Lustre, a local disk)",
-                    ) from None
+                    problem = f"run.dir={self.path.parent} cannot be locked: {error.strerror}"
+                    remedy = "give a folder on a file system with locks (NFS 4, CephFS, Lustre, a local disk)"
+                    raise RequestError(problem, remedy) from None
                 if not is_locked:
                     raise TemporaryError(f"{self.subject} is held by {self.holder()}", self.remedy)
                 if has_name(descriptor, self.path):  # else it was removed or replaced meanwhile

@@ -5,6 +5,7 @@ import signal
 
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command, add_trust
+from pipeline.lazy import addon
 
 
 def add_commands(commands: Commands) -> None:
@@ -21,11 +22,8 @@ def add_commands(commands: Commands) -> None:
 
 
 def _sync(options: argparse.Namespace) -> str:
-    from pipeline.addons.mlflow.sync import sync
-    from pipeline.addons.models.inputs import check_run_folder
-
-    check_run_folder(options.run_dir)
+    addon("models.inputs").check_run_folder(options.run_dir)
     if options.follow:  # the end of standard input ends it
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    sync(options.run_dir, follow=options.follow)
+    addon("mlflow.sync").sync(options.run_dir, follow=options.follow)
     return f"everything in {options.run_dir} has been sent to MLflow"

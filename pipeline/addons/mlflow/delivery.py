@@ -64,11 +64,15 @@ class Delivery:
         """Send the metrics and the status that the server lacks. Raises whatever mlflow raises."""
         self._check_ours()
         try:
+            from mlflow.entities import Metric
+
             run = self._run = self._run or self._open()
             self.is_reachable = True
             metrics: list[Any] = []
             for row, end in read(self._folder.journal, self._offset):
-                metrics += self._new_metrics(run, row)
+                for key, value in row.get("metrics", {}).items():
+                    if not self._is_sent(run, key, row["step"], value):
+                        metrics.append(Metric(key, value, row["time"], row["step"]))
                 if "event" in row or len(metrics) > _BATCH:
                     self._send(run, metrics, row, end)
                     metrics = []
@@ -156,16 +160,6 @@ class Delivery:
     def _lose_server(self) -> None:
         self.is_reachable = False
         self._run = None  # searched for again: the server may come back without the run
-
-    def _new_metrics(self, run: MlflowRun, row: dict[str, Any]) -> list[Any]:
-        from mlflow.entities import Metric
-
-        metrics = row.get("metrics", {})
-        return [
-            Metric(key, value, row["time"], row["step"])
-            for key, value in metrics.items()
-            if not self._is_sent(run, key, row["step"], value)
-        ]
 
     def _is_sent(self, run: MlflowRun, key: str, step: int, value: float) -> bool:
         """Return True if the server had this point when the run was opened."""

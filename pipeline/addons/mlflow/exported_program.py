@@ -42,9 +42,8 @@ def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[s
     # zipfile, json and torch raise a dozen kinds for what is not an archive of a program
     except Exception as error:
         why = one_line(error) or type(error).__name__
-        raise StorageError(
-            f"{path.name} does not hold the weights of the model that its MLmodel describes ({why})"
-        ) from None
+        problem = f"{path.name} does not hold the weights of the model that its MLmodel describes"
+        raise StorageError(f"{problem} ({why})") from None
 
 
 def _read_tensor(archive: zipfile.ZipFile, folder: str, row: dict[str, Any], like: Tensor) -> Tensor:

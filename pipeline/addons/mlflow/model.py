@@ -5,13 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pipeline.addons.mlflow.connection import (
-    FILE_TIMEOUT_S,
-    check_artifact_host,
-    log,
-    root_cause,
-    set_timeout,
-)
+from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun
 from pipeline.addons.models.trust import check_is_trusted
 from pipeline.config.schema import Config
@@ -62,16 +56,16 @@ def _upload(run: MlflowRun, checkpoint: Path, step: int) -> str | None:
         except (OSError, MemoryError):
             raise  # what is full now may have room later
         except Exception as error:
-            log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
+            connection.log(f"{checkpoint.name} is not logged as a model: {connection.root_cause(error)}")
             return None
         tags = {_STEP_TAG: str(step)}
         model = run.client.create_logged_model(run.experiment_id, "model", run.run_id, tags)
-        check_artifact_host(model.artifact_location, mlflow.get_tracking_uri())
+        connection.check_artifact_host(model.artifact_location, mlflow.get_tracking_uri())
         description.run_id, description.model_id = run.run_id, model.model_id
         description.artifact_path = model.artifact_location
         description.save(exported / "MLmodel")
         size = sum(path.stat().st_size for path in exported.rglob("*"))
-        set_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S)
+        connection.set_timeout(connection.FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S)
         run.client.log_model_artifacts(model.model_id, str(exported))
     metrics = {
         key: Metric(key, value, row["time"], step, model_id=model.model_id)

@@ -19,7 +19,7 @@ from pipeline.addons.report.evaluations import saved_evaluations, step_of_evalua
 from pipeline.addons.report.figures import EVALUATION_FIGURES, draw_evaluation
 from pipeline.addons.report.page import FILE_NAME, render_page
 from pipeline.addons.report.summary import describe_run
-from pipeline.addons.run.receipt import Receipt, make_receipt
+from pipeline.addons.run.receipt import Receipt
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
@@ -101,7 +101,7 @@ def send_inputs(run: MlflowRun) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    receipt, options = make_receipt(run.folder), run.config.data
+    receipt, options = Receipt(run.folder).contents(), run.config.data
     source = json.dumps({"source": options.source, "root": options.root})
     sizes = ("train_images", "val_images", "num_classes")
     profile = json.dumps({key: receipt["plan"][key] for key in sizes})

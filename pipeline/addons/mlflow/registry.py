@@ -81,9 +81,8 @@ def _read_model(uri: str, artifacts: str, scratch: Path) -> dict[str, Any]:
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in [config, *classes]):
             raise TypeError
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
-        raise RequestError(
-            f"{uri} is not a model that this pipeline logged: its MLmodel is damaged"
-        ) from None
+        problem = f"{uri} is not a model that this pipeline logged"
+        raise RequestError(f"{problem}: its MLmodel is damaged") from None
     if has_code:
         raise RequestError(f"{uri} brings code of its own, which is never run: log the model without code")
     expected = meta_model(from_yaml(config, uri).model, len(classes)).state_dict()

@@ -87,11 +87,10 @@ class ToMLflow(Listener):
             return None
         self._process.kill()  # nothing was recorded yet, and a first attempt may take minutes
         self._process.wait()
-        return RequestError(
-            f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
-            f" ({answer or f'no answer, see {self._folder.sync_log}'})",
-            "start it, correct track.uri, or train without it, with track.required=false",
-        )
+        problem = f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
+        reason = answer or f"no answer, see {self._folder.sync_log}"
+        remedy = "start it, correct track.uri, or train without it, with track.required=false"
+        return RequestError(f"{problem} ({reason})", remedy)
 
     def closed(self, end: End) -> None:
         self.deliver_rest(end.seconds_left)

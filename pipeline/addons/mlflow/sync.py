@@ -127,11 +127,8 @@ def _watch_rank_0(delivery: Delivery) -> threading.Event:
 
 
 def _lock_sending(folder: RunFolder) -> None:
-    """Take the lock that a run's only sender holds. Raises TemporaryError if it stays held.
-
-    The wait is longer than a sender lives after rank 0 was killed.
-    """
+    """Take the lock that a run's only sender holds. Raises TemporaryError if it stays held."""
     try:
-        folder.sender_lock.take(2 * _PATIENCE_S)
+        folder.sender_lock.take(2 * _PATIENCE_S)  # longer than a sender lives after rank 0 was killed
     except OSError as error:
         raise folder.write_error(error) from None

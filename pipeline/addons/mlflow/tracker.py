@@ -80,10 +80,7 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
 
 
 def _ask(uri: str, method: str, endpoint: str, body: bytes | None = None) -> Any:
-    """Return the server's answer to a request with mlflow's own credentials and TLS settings.
-
-    Raises TemporaryError if there is none.
-    """
+    """Return the answer to a request with mlflow's credentials and TLS. Raises TemporaryError."""
     from mlflow.utils.credentials import get_default_host_creds
     from mlflow.utils.rest_utils import http_request
 
@@ -93,9 +90,8 @@ def _ask(uri: str, method: str, endpoint: str, body: bytes | None = None) -> Any
     if credentials:
         server.username, server.password = credentials.values()
     try:
-        return http_request(
-            server, endpoint, method, max_retries=0, timeout=10, raise_on_status=False, data=body
-        )
+        settings = {"max_retries": 0, "timeout": 10, "raise_on_status": False}
+        return http_request(server, endpoint, method, data=body, **settings)
     except Exception as error:
         problem = f"no MLflow server answers at {without_password(uri)} ({root_cause(error)})"
         raise TemporaryError(problem, _CAUSES) from None

@@ -30,11 +30,10 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
         return uri
     database = str(folder.path.absolute().parent / "mlflow.db")
     if _mlflow_changes(database):
-        raise RequestError(
-            f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it"
-            " is not UTF-8",
-            "give another run.dir, name a server with track.uri, or set track.uri=none",
-        )
+        problem = f"MLflow cannot open {printable_name(database)}"
+        why = "because of a ? or % in the path, or because it is not UTF-8"
+        remedy = "give another run.dir, name a server with track.uri, or set track.uri=none"
+        raise RequestError(f"{problem}, {why}", remedy)
     return f"sqlite:///{database}"
 
 
@@ -72,11 +71,9 @@ def check_tracking_uri(name: str, uri: str) -> None:
         or re.search(r"\s", uri)
         or not _has_port(address)
     ):
-        raise RequestError(
-            f"{given} is not allowed",
-            "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a"
-            " blank and a user and a password before the host, or set track.uri=none",
-        )
+        places = "http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…"
+        form = "with %20 for a blank and a user and a password before the host"
+        raise RequestError(f"{given} is not allowed", f"give {places}, {form}, or set track.uri=none")
 
 
 def _has_port(address: str) -> bool:
@@ -88,10 +85,8 @@ def _has_port(address: str) -> bool:
 
 
 def _mlflow_changes(path: str) -> bool:
-    """Return True if MLflow opens another SQLite file or none.
-
-    It decodes %41, a ? ends the path, and names must be UTF-8.
-    """
+    """Return True if MLflow opens another SQLite file or none."""
+    # it decodes %41, a ? ends the path, and names must be UTF-8
     return re.search(r"\?|%[0-9a-fA-F]{2}|[\ud800-\udfff]", path) is not None
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, path_or_uri
@@ -68,36 +69,26 @@ def _add_best(parser: Parser) -> None:
 
 
 def _target_of(options: argparse.Namespace) -> str:
-    from pipeline.addons.run.receipt import best_checkpoint
-
-    return str(best_checkpoint(options.target) if options.best else options.target)
+    return str(addon("run.receipt").best_checkpoint(options.target) if options.best else options.target)
 
 
-def _predict(options: argparse.Namespace) -> str | int:
-    from pipeline.addons.models import inputs
-
+def _predict(options: argparse.Namespace) -> Any:
+    inputs = addon("models.inputs")
     if options.out and not options.csv:
         options.parser.error("--out goes with --csv")
     inputs.check_model(options.target)
     inputs.check_output(options.out)
     for image in options.images:
         inputs.check_exists(image, "give image files, or folders with images")
-
-    from pipeline.addons.models import predict, predict_csv
-
     if options.csv:
-        return predict_csv.predict_csv(_target_of(options), options.images, options.out)
-    return predict.predict(_target_of(options), options.images, as_json=options.json)
+        return addon("models.predict_csv").predict_csv(_target_of(options), options.images, options.out)
+    return addon("models.predict").predict(_target_of(options), options.images, as_json=options.json)
 
 
-def _export(options: argparse.Namespace) -> str:
-    from pipeline.addons.models import inputs
-
-    target = Path(_target_of(options))
+def _export(options: argparse.Namespace) -> Any:
+    inputs, target = addon("models.inputs"), Path(_target_of(options))
     inputs.check_target(target)
     inputs.check_output(options.out)
-
-    from pipeline.addons.models import export
-
     pixels = options.pixels or options.to == "safetensors"
-    return export.export(target, options.to, options.out, options.overrides, takes_pixels=pixels)
+    words = options.to, options.out, options.overrides
+    return addon("models.export").export(target, *words, takes_pixels=pixels)

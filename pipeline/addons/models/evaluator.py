@@ -127,9 +127,8 @@ class Evaluator:
         """Return the figures and the predictions. totals: the columns of all images."""
         seen, labels, predicted, top5, plain, confidence, losses = totals
         labels = labels - 1
-        predictions = Predictions(
-            labels.astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
-        )
+        classes = labels.astype(np.int32), predicted.astype(np.int32)
+        predictions = Predictions(*classes, confidence / CONFIDENCE_UNIT)
         loss_sum = sum(losses.tolist())  # Python's integers: it may exceed 2^63
         evaluation = Evaluation(
             step,

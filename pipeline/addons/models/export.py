@@ -36,8 +36,7 @@ _IMAGES = 8
 _NOISE = ((400, 300), (30, 700), (50, 1), (1, 50))
 """Height and width of each picture of noise. The model is traced with the first."""
 _PIXELS_TOLERANCE, _PICTURE_TOLERANCE = 1e-4, 5e-3
-Predictor = Callable[[Tensor], Tensor]
-"""The input of an exported model -> its probabilities."""
+Predictor = Callable[[Tensor], Tensor]  # the input of an exported model -> its probabilities
 
 
 def export(target: Path, kind: str, out: Path | None, overrides: list[str], *, takes_pixels: bool) -> str:

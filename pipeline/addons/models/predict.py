@@ -65,9 +65,8 @@ def predict(target: str, paths: list[str], *, as_json: bool) -> str:
         terminal.log(f"bad image {image}: {defect}")
     if as_json:
         names, limits = contents["classes"], (contents.get("evaluation") or {}).get("thresholds") or ()
-        more = {
-            printable_name(name): {"threshold": limit} for name, limit in zip(names, limits, strict=False)
-        }
+        limits_of = zip(map(printable_name, names), limits, strict=False)
+        more = {name: {"threshold": limit} for name, limit in limits_of}
         predictions = [
             {"image": image, "top": [{"class": k, "probability": p, **more.get(k, {})} for k, p in top]}
             for image, top in tops

@@ -125,12 +125,8 @@ def heads(model: nn.Module) -> list[str]:
     children = _children(model)
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
-    classifiers = named if isinstance(named, tuple | list) else [named]
-    found = [
-        name
-        for name in children
-        if any(module in classifiers for module in model.get_submodule(name).modules())
-    ]
+    classifiers = {*named} if isinstance(named, tuple | list) else {named}
+    found = [name for name in children if classifiers.intersection(model.get_submodule(name).modules())]
     return found or children[-1:]
 
 

@@ -109,10 +109,9 @@ def _of_pack(config: Config, contents: dict[str, Any]) -> tuple[Source, str]:
     if held_out and held_out != index.hold_out:
         split = f"another split ({index.hold_out.describe()})"
         trained_on = "its validation images are ones that the model was trained on"
-        raise RequestError(
-            f"the pack {place} has the images of the training with {split}, so {trained_on}",
-            f"give the folder that was packed, or pack it with --val-split {held_out.share:g}",
-        )
+        problem = f"the pack {place} has the images of the training with {split}, so {trained_on}"
+        remedy = f"give the folder that was packed, or pack it with --val-split {held_out.share:g}"
+        raise RequestError(problem, remedy)
     if not len(index.val):
         raise RequestError(f"data.root={place} holds no image to evaluate the model on")
     index = _relabelled(config, index, classes)

@@ -81,7 +81,6 @@ def _compare(run: Run, other: Run, page: Path | None) -> tuple[int, str]:
 
 
 def _causes(run: Run, other: Run) -> Iterator[str]:
-    """Yield what explains other weights."""
     is_portable = all(
         (found.facts("portable"), found.facts("device_type")) == ("yes", "cpu") for found in (run, other)
     )

@@ -29,10 +29,8 @@ def refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -
     now = _shapes(meta_model(config.model, len(contents["classes"])).state_dict())
     changed = differences(before, now)
     if changed:
-        raise RequestError(
-            f"model.arch={config.model.arch} is not the model in {path}: {list_first(changed, 1)}",
-            f"restore the code that made it, or {config.start_again}",
-        )
+        problem = f"model.arch={config.model.arch} is not the model in {path}: {list_first(changed, 1)}"
+        raise RequestError(problem, f"restore the code that made it, or {config.start_again}")
 
 
 def _shapes(weights: dict[str, Any]) -> dict[str, list[int]]:

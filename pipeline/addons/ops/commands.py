@@ -3,11 +3,13 @@
 import argparse
 import itertools
 import signal
+from typing import Any
 
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command, add_recipe, add_trust, positive_int
 from pipeline.errors import RequestError
 from pipeline.guards.signals import handle
+from pipeline.lazy import addon
 
 
 def add_commands(commands: Commands) -> None:
@@ -58,10 +60,9 @@ def _recipes(_: argparse.Namespace) -> str:
     return "\n\n".join(blocks)
 
 
-def _doctor(options: argparse.Namespace) -> str | int:
-    from pipeline.addons.ops.doctor import examine
-
-    return examine(options.recipe, options.overrides, options.world, options.nodes, as_json=options.json)
+def _doctor(options: argparse.Namespace) -> Any:
+    recipe, words, as_json = options.recipe, options.overrides, options.json
+    return addon("ops.doctor").examine(recipe, words, options.world, options.nodes, as_json=as_json)
 
 
 def _step_range(text: str) -> tuple[int, int]:
@@ -74,16 +75,11 @@ def _step_range(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> Any:
     if options.against:
-        from pipeline.addons.ops.against import against
-
-        return against(options.run_dir, options.against, options.page)
+        return addon("ops.against").against(options.run_dir, options.against, options.page)
     if options.page:
         raise RequestError("--page needs --against", "give both, or leave --page out")
     handle(signal.default_int_handler)  # SIGTERM ends the repetition and removes its folder, as Ctrl-C does
-
-    from pipeline.addons.ops.verify import verify
-
     start, steps = options.steps
-    return verify(options.run_dir, steps, start)
+    return addon("ops.verify").verify(options.run_dir, steps, start)

@@ -37,17 +37,14 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     files, new_files = old.checkpoints(), new.checkpoints()
     saved = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
     tensor = _first_tensor((step, _digests(files[step]), _digests(new_files[step])) for step in saved)
-    found = [
-        next(_row_differences(old, new, start, last), ""),
-        next(_plan_differences(old, new, start, last), ""),
-    ]
+    row = next(_row_differences(old, new, start, last), "")
+    found = [row, next(_plan_differences(old, new, start, last), "")]
     if any(found) or tensor:
         found.append(tensor or _first_tensor(_checksums(old, new, evaluated)))
         names = ["commit", "code", "version", "image", *(name for name in CAUSES if name != "world")]
         causes = ", ".join(changed_facts(new, old, names))
-        found.append(
-            f"probable cause: {causes}" if causes else "no change of software, threads or device is known"
-        )
+        unknown = "no change of software, threads or device is known"
+        found.append(f"probable cause: {causes}" if causes else unknown)
         return f"differs: {'; '.join(filter(None, found))}"
     left_out = [str(step) for step in old.rows if start < step <= last and step not in new.rows]
     but = f" but for step {', '.join(left_out)}, which a restart may have added" if left_out else ""
@@ -89,21 +86,18 @@ def _row_differences(old: Run, new: Run, start: int, last: int) -> Iterator[str]
 
 def _plan_differences(old: Run, new: Run, start: int, last_step: int) -> Iterator[str]:
     """Yield each difference between the plans, and between what the starts say of inputs."""
-    now = new.receipt["plan"]
+    before, now = old.receipt["plan"], new.receipt["plan"]
     end = min(old.config().train.max_steps or now["total_steps"], now["total_steps"])
     names = [name for name in now if name not in _DESCRIBES_MACHINE]
     # a receipt of before has no field for what it did not have
-    names = [name for name in names if name in old.receipt["plan"] or now[name]]
-    yield from _differences(
-        old.receipt["plan"], now | {"last_step": end}, [*names, "last_step"], "the plan's "
-    )
+    names = [name for name in names if name in before or now[name]]
+    yield from _differences(before, now | {"last_step": end}, [*names, "last_step"], "the plan's ")
     starts = old.starts_after(start)
     for part in starts:
         # in exact mode the number of processes may change
         names = [name for name in _FROM_START if name != "world" or part is starts[-1]]
-        yield from _differences(
-            part, new.receipt["starts"][-1], names, f"in the start at step {part['step']} "
-        )
+        where = f"in the start at step {part['step']} "
+        yield from _differences(part, new.receipt["starts"][-1], names, where)
     if last_step == end and end in old.rows:
         yield from _differences(old.receipt, new.receipt, ["done"], "the result line ")
 

@@ -65,8 +65,7 @@ def show(value: object) -> str:
         return "auto"
     if isinstance(value, bool):
         return str(value).lower()
-    text = hide_credentials(
-        f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
-    )
+    text = f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+    text = hide_credentials(text)
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()

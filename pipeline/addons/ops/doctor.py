@@ -27,6 +27,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.interface import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.lazy import addon
 from pipeline.operate import request
 from pipeline.plan import Plan
 from pipeline.planning import make_plan
@@ -123,8 +124,9 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
         plan = check("plan", lambda: make_plan(config, here, source.size), lambda found: f"\n{table(found)}")
         resume = check("resume", lambda: _check_resume(config, folder, run_folder, source))
     if source and plan and resume:
-        is_resumed = resume != _FRESH_START
-        check("model", lambda: _check_model(config, plan, here, source, is_resumed=is_resumed))
+        settings = {"is_resumed": resume != _FRESH_START, "classes": source.classes}
+        builds = addon("ops.model").check_model_builds  # imports torch
+        check("model", lambda: builds(config, plan, here, **settings), lambda _: config.model.arch)
     check("GPUs", lambda: _check_gpus(config, here))
     if "PET_NPROC_PER_NODE" in os.environ:  # set in every node of a job
         _check_node(findings, config, here, run_folder, plan)
@@ -204,13 +206,6 @@ def _check_resume(config: Config, folder: RunFolder, run_folder: RunFolder, sour
     if not found:
         return _FRESH_START
     return f"config is compatible with the run in {place}; resumes from {found.path.name}"
-
-
-def _check_model(config: Config, plan: Plan, here: World, source: Source, *, is_resumed: bool) -> str:
-    from pipeline.addons.ops.model import check_model_builds
-
-    check_model_builds(config, plan, here, is_resumed=is_resumed, classes=source.classes)
-    return config.model.arch
 
 
 def _check_gpus(config: Config, here: World) -> str:

@@ -86,18 +86,15 @@ def check_passes(
         except RequestError:
             raise
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
-            raise RequestError(
-                f"{options.arch} cannot take passes of {images} images of {side} px ({one_line(error, 300)})",
-                f"raise {key}{hint}, or have more images in a pass (batch.global, batch.accumulate,"
-                " exact.shards, number of processes)",
-            ) from None
+            problem = f"{options.arch} cannot take passes of {images} images of {side} px"
+            keys = "batch.global, batch.accumulate, exact.shards, number of processes"
+            remedy = f"raise {key}{hint}, or have more images in a pass ({keys})"
+            raise RequestError(f"{problem} ({one_line(error, 300)})", remedy) from None
         returned = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         if returned not in [(images, num_classes), (min(images, 2), num_classes)]:
-            raise RequestError(
-                f"model.arch={options.arch} returns {returned} for {images} images, not logits of shape"
-                f" {(images, num_classes)}",
-                "give a model that returns one number per class",
-            )
+            problem = f"model.arch={options.arch} returns {returned} for {images} images"
+            wanted = f"not logits of shape {(images, num_classes)}"
+            raise RequestError(f"{problem}, {wanted}", "give a model that returns one number per class")
         found.append((model, logits))
     return found[0]
 
@@ -105,16 +102,14 @@ def check_passes(
 def _try_pass(
     options: Model, num_classes: int, images: int, side: int, *, is_training: bool
 ) -> tuple[nn.Module, Any]:
-    """Return the model and what it returns for zeros, on the meta device.
-
-    A model that needs values, as one of your own may, gets two images on the CPU.
-    """
+    """Return the model and what it returns for zeros, on the meta device."""
     try:
         model = check_model_exists(options, num_classes).train(is_training)
         return model, model(torch.zeros(images, 3, side, side, device="meta"))
     except Exception:
         if not options.is_function:
             raise
+    # a model that needs values, as one of your own may, gets two images on the CPU
     model = _freeze(build(options, num_classes), options).train(is_training)
     return model, model(torch.zeros(min(images, 2), 3, side, side))
 
@@ -134,12 +129,10 @@ def _check_gradients_are_deterministic(arch: str, logits: Tensor) -> None:
         seen.add(node)
         layer = node.name().removesuffix("Backward0")
         if layer in _NOT_DETERMINISTIC:
-            raise RequestError(
-                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each"
-                " time",
-                "choose another model.arch, or train without run.deterministic and run.exact, or with"
-                " run.device=cpu",
-            )
+            layer = layer.replace("2D", "2d")
+            problem = f"{arch} has the layer {layer}, whose gradient on a GPU differs each time"
+            remedy = "train without run.deterministic and run.exact, or with run.device=cpu"
+            raise RequestError(problem, f"choose another model.arch, or {remedy}")
         nodes += [before for before, _ in node.next_functions]
 
 
@@ -151,9 +144,7 @@ def _check_weights_have_gradients(arch: str, model: nn.Module, logits: Tensor) -
         return
     unused = [name for name, param in model.named_parameters() if param.requires_grad and param.grad is None]
     if unused:
-        raise RequestError(
-            f"model.arch={arch} does not use {list_first(unused, 3)} for its logits, but with"
-            " several processes parallel=ddp needs a gradient of each weight",
-            "remove the unused layers, set requires_grad=False on their weights, or"
-            " train with run.exact=true",
-        )
+        problem = f"model.arch={arch} does not use {list_first(unused, 3)} for its logits"
+        needed = "with several processes parallel=ddp needs a gradient of each weight"
+        remedy = "remove the unused layers, set requires_grad=False on their weights"
+        raise RequestError(f"{problem}, but {needed}", f"{remedy}, or train with run.exact=true")

@@ -11,12 +11,6 @@ from pipeline.plan import Plan, Resources
 
 def table(plan: Plan, memory: str = "") -> str:
     """Return the plan as text, one line per quantity."""
-    named = {name: text for name, text in {**_rows(plan), "memory": memory}.items() if text}
-    width = max(map(len, named))
-    return "\n".join(f"  {name:<{width}}  {text}" for name, text in named.items())
-
-
-def _rows(plan: Plan) -> dict[str, str]:
     nodes = plan.world // plan.local_world
     epochs = plan.last_step / plan.steps_per_epoch
     total = f" of {plan.total_steps:,}" if plan.last_step < plan.total_steps else ""
@@ -33,7 +27,7 @@ def _rows(plan: Plan) -> dict[str, str]:
         f" {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
         " (micro-batches × images)"
     )
-    return {
+    rows = {
         "data": plan.describe(),
         "world": f"{count_of(plan.world, 'process', 'es')} on {count_of(nodes, 'node')},"
         f" {count_of(plan.threads, 'thread')} each",
@@ -59,7 +53,11 @@ def _rows(plan: Plan) -> dict[str, str]:
         f" batches of {plan.eval_batch}, each image once",
         "patience": f"ends after {plan.patience} evaluations without a better one" if plan.patience else "",
         "checkpoint": f"every {plan.checkpoint_every:,} steps",
+        "memory": memory,
     }
+    named = {name: text for name, text in rows.items() if text}
+    width = max(map(len, named))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in named.items())
 
 
 def describe_memory(config: Config, parameters: int, plan: Resources) -> str:

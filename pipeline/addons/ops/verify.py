@@ -48,10 +48,9 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
         print(f"repeating {run_dir}, step {start:,} to {last:,} in {repeated}", file=sys.stderr, flush=True)
         _repeat(config, run.receipt["starts"][-1], Path(scratch) / "recipe.yaml")
         new = Run.read(repeated)
-        if new.receipt["starts"][0]["step"] != start:
-            raise RequestError(
-                f"the repetition started at step {new.receipt['starts'][0]['step']} and not at step {start}"
-            )
+        started = new.receipt["starts"][0]["step"]
+        if started != start:
+            raise RequestError(f"the repetition started at step {started} and not at step {start}")
         result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
     if run.folder.delivered.exists():
@@ -107,10 +106,9 @@ def _last_comparable_step(run: Run, start: int, steps: int | None) -> int:
     comparable = [step for step in later if steps is None or step <= steps]
     if not comparable:
         where = f"after step {start}" + (f" up to step {steps}" if steps else "")
-        raise RequestError(
-            f"the run in {run.folder.path} has no evaluation or checkpoint {where}: nothing can be compared",
-            f"the next one is of step {min(later)}" if later else "",
-        )
+        problem = f"the run in {run.folder.path} has no evaluation or checkpoint {where}"
+        remedy = f"the next one is of step {min(later)}" if later else ""
+        raise RequestError(f"{problem}: nothing can be compared", remedy)
     return max(comparable)
 
 
@@ -132,17 +130,13 @@ def _checkpoint_of(run: Run, step: int) -> Path:
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"
     stated = run.rows.get(step, {"weights": digest})["weights"]
     if stated != digest:
-        raise RequestError(
-            f"{found[step]} does not belong to the receipt: its weights are {digest}, not {stated}"
-        )
+        problem = f"{found[step]} does not belong to the receipt"
+        raise RequestError(f"{problem}: its weights are {digest}, not {stated}")
     return found[step]
 
 
 def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
-    """Train the repetition with `pipeline train`. Raises RunError if it fails.
-
-    start: the last start of the run.
-    """
+    """Train the repetition. start: the last start of the run. Raises RunError if it fails."""
     recipe.write_text(config.to_yaml(), encoding="utf-8")
     processes = ["--nproc", str(start["world"])] if start["world"] > 1 else []
     # not by run.device, which must be that of the checkpoint

@@ -122,10 +122,7 @@ def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
 
 
 def _load(path: Path, *names: str) -> list[NDArray[Any]]:
-    """Return the named arrays of a file.
-
-    Raises ValueError if it is damaged or too large, FileNotFoundError if there is none.
-    """
+    """Return arrays. Raises ValueError for a damaged or large file, FileNotFoundError for none."""
     try:
         with ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())

@@ -22,8 +22,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.train.evaluation import CONFIDENCE_UNIT
 
-_CURVES = (("loss", "loss"), ("top-1 accuracy", "top1"), ("learning rate", "lr"))
-"""(title, metric) of each plot: train/METRIC and val/METRIC."""
 _MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _MAX_BARS = 40  # classes in the bar chart
@@ -59,8 +57,8 @@ def draw_curves(journal: Path) -> bytes:
             last = row["step"]
         last = max(last, row.get("step", 0))
     figure = _figure(10, 3)
-    accuracy = ("mean average precision", "map") if points["val/map"] else _CURVES[1]
-    curves = (_CURVES[0], accuracy, _CURVES[2])
+    accuracy = ("mean average precision", "map") if points["val/map"] else ("top-1 accuracy", "top1")
+    curves = ("loss", "loss"), accuracy, ("learning rate", "lr")  # of train/METRIC and val/METRIC
     for axes, (title, metric) in zip(figure.subplots(1, len(curves)), curves, strict=True):
         for split, label in (("train", "training"), ("val", "validation")):
             # steps after the last one were discarded by a restart, and are not trained again yet
@@ -162,9 +160,8 @@ def draw_reliability(evaluation: SavedEvaluation, title: str) -> bytes:
     above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
     above.plot((0, 1), (0, 1), color="gray", linestyle="--", linewidth=0.8, label="calibrated")
     above.bar(centres, accuracy, width=width, label="accuracy")
-    above.plot(
-        mean_confidence, accuracy, "o", color="tab:orange", markersize=4, label="at its mean confidence"
-    )
+    style = {"color": "tab:orange", "markersize": 4, "label": "at its mean confidence"}
+    above.plot(mean_confidence, accuracy, "o", **style)
     above.set_ylabel("correct images / images", fontsize=8)
     above.legend(fontsize=8, loc="upper left")
     error = evaluation.predictions.calibration_error()

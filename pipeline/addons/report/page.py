@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pipeline.addons.ops.credentials import without_password
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.summary import repeat_command, summarise
-from pipeline.addons.run.receipt import make_receipt
+from pipeline.addons.run.receipt import Receipt
 from pipeline.config.load import from_yaml
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
@@ -52,8 +52,9 @@ def render_page(folder: RunFolder) -> str:
         "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
         "reliability diagram": _drawn("reliability"), "mistakes": _mistakes,
         "augmentation": lambda folder: list(map(_tile, *evaluations.load_augmented(folder.report))),
-        "time budget": _time_budget, "evaluations": _evaluations, "receipt": make_receipt,
-        "commands": _commands, "configuration": _configuration,
+        "time budget": _time_budget, "evaluations": _evaluations,
+        "receipt": lambda folder: Receipt(folder).contents(), "commands": _commands,
+        "configuration": lambda folder: without_password(folder.config.read_text(encoding="utf-8")),
     }  # fmt: skip
     shown: dict[str, Any] = {"several_labels": False}
     with suppress(Exception):  # a damaged file is named below
@@ -124,7 +125,7 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
 
 def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
     rows = []
-    for row in make_receipt(folder)["evaluations"]:
+    for row in Receipt(folder).contents()["evaluations"]:
         first = ("map", "f1", "subset") if "map" in row else ("top1", "top5", "balanced_accuracy")
         keys = (*first, "loss", "train_loss", "ece")
         numbers = ("–" if row.get(key) is None else f"{row[key]:.4f}" for key in keys)
@@ -133,7 +134,6 @@ def _evaluations(folder: RunFolder) -> list[tuple[list[Any], str, str]]:
 
 
 def _commands(folder: RunFolder) -> dict[str, str | None]:
-    """Return the commands that repeat, verify and use the run."""
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
     world = parse_json(folder.plan.read_text(encoding="utf-8"))["world"]
     run_dir = shlex.quote(str(folder.path))
@@ -142,7 +142,3 @@ def _commands(folder: RunFolder) -> dict[str, str | None]:
         "verify": f"pipeline verify {run_dir}" if config.is_deterministic else None,
         "predict": f"pipeline predict {run_dir} --best IMAGE",
     }
-
-
-def _configuration(folder: RunFolder) -> str:
-    return without_password(folder.config.read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ import shlex
 import time
 from typing import Any
 
-from pipeline.addons.run.receipt import headline, make_receipt, rank
+from pipeline.addons.run.receipt import Receipt, headline, rank
 from pipeline.config.schema import Config
 from pipeline.errors import count_of
 from pipeline.record.folder import RunFolder
@@ -15,7 +15,7 @@ _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 def summarise(folder: RunFolder) -> dict[str, Any]:
     """Return the texts and figures that describe a run, and its receipt."""
-    receipt = make_receipt(folder)
+    receipt = Receipt(folder).contents()
     config, plan = receipt["config"], receipt["plan"]
     rows = events(folder.journal)
     last = rows[-1] if rows else {}
@@ -51,17 +51,14 @@ def describe_run(folder: RunFolder, config: Config) -> str:
     run = summarise(folder)
     starts, best = run["receipt"]["starts"], run["best"]
     status = run["status"] + (f", after {len(starts)} starts" if len(starts) > 1 else "")
-    paragraphs = [
-        f"**{run['recipe']}**: {run['what']}.",
-        f"{status}: `{run['line']}`" if run["line"] else status,
-    ]
+    paragraphs = [f"**{run['recipe']}**: {run['what']}."]
+    paragraphs.append(f"{status}: `{run['line']}`" if run["line"] else status)
     if best:
         name, value = headline(best)
         paragraphs.append(f"Best: {name} {value:.4f} at step {best['step']:,} ({best['images']} images).")
     command = repeat_command(run["receipt"]["plan"]["world"])
     paragraphs += ["To repeat it, with the file `config.yaml` from the artifacts:", f"```\n{command}\n```"]
     if config.is_deterministic:
-        paragraphs.append(
-            "It is deterministic: `pipeline verify` with its folder compares a repetition bit for bit."
-        )
+        check = "`pipeline verify` with its folder compares a repetition bit for bit"
+        paragraphs.append(f"It is deterministic: {check}.")
     return "\n\n".join(paragraphs)

@@ -37,11 +37,10 @@ class DivergenceWatch:
             at = self._equal_at
             since = "never compared since the start" if at is None else f"equal at step {at}"
             found = _describe(list(tensors), sums, group.hosts)
-            raise RunError(
-                f"the weights have diverged: at step {step} {found} ({since})",
-                "nothing was saved; the same command resumes from the previous checkpoint; if it happens"
-                " again, check that rank's device, memory and software",
-            )
+            problem = f"the weights have diverged: at step {step} {found} ({since})"
+            remedy = "nothing was saved; the same command resumes from the previous checkpoint"
+            again = "if it happens again, check that rank's device, memory and software"
+            raise RunError(problem, f"{remedy}; {again}")
         self._equal_at = step
 
 

@@ -49,14 +49,10 @@ class Metrics:
         step = state.confirm_step()
         totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
         elapsed = max(1e-9, time.perf_counter() - self._start)
-        parts = [
-            totals,
-            torch.tensor(self._pop_failed_reads(), dtype=torch.int64),
-            self._stragglers.pop_times(),
-            self._machine(elapsed).flatten(),
-        ]
+        failed_reads = torch.tensor(self._pop_failed_reads(), dtype=torch.int64)
+        parts = [totals, failed_reads, self._stragglers.pop_times(), self._machine(elapsed).flatten()]
         sums = torch.split(self._group.all_reduce(torch.cat(parts)), [len(part) for part in parts])
-        (loss, correct, images), failed_reads, times, machines = (total.tolist() for total in sums)
+        (loss, correct, images), failed, times, machines = (total.tolist() for total in sums)
         state.totals.zero_()
         images_per_s = self._steps * self._plan.global_batch / elapsed
         metrics = {
@@ -67,7 +63,7 @@ class Metrics:
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": (self._timer.spent_on("data") - self._waited) / elapsed,
-            **({"data/failed_reads": float(failed_reads[0])} if failed_reads else {}),
+            **({"data/failed_reads": float(failed[0])} if failed else {}),
             **self._stragglers.log_slow_rank(times, self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
             **_by_machine(self._group.hosts, machines),

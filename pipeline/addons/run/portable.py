@@ -50,7 +50,6 @@ def portability(config: Config, world: World) -> tuple[bool, str]:
 
 
 def _obstacle(config: Config, *, on_gpu: bool) -> str:
-    """Return why this run cannot be portable, or ""."""
     train, given = config.train, {name: os.environ[name] for name in VARIABLES if name in os.environ}
     if lacks := {"avx2", "fma"} - _cpu_flags():
         return f"this CPU is not an x86-64 with {' and '.join(sorted(lacks)).upper()}"

@@ -12,7 +12,6 @@ from pipeline.errors import BadImage
 from pipeline.lazy import addon
 from pipeline.record.terminal import Terminal
 from pipeline.supervision import process_stat
-from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Update
 
@@ -42,11 +41,26 @@ class ToTerminal(Listener):
         log_evaluation(f"validation at step {result.evaluation.step:,}", result, self._terminal, note)
 
     def closed(self, end: End) -> None:
-        if end.is_finished:
-            rows = describe_result(self._job, end, self._mirror)
-            width = max(map(len, rows))
-            for name, text in rows.items():
-                self._terminal.log(f"  {name:<{width}}  {text}")
+        if not end.is_finished:
+            return
+        config, folder, best = self._job.config, self._job.folder, end.best
+        file = best and checkpoint_of_step(folder.checkpoints, best.step)
+        rows = {}
+        if best is None:
+            rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
+        elif file:
+            rows["best"] = f"step {best.step:,}, {best.headline}: {file}"
+        if config.track.report:
+            rows["report"] = str(folder.report / "index.html")
+        uri = addon("mlflow.uri").tracking_uri(config, folder)
+        rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
+        if self._mirror:
+            rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if self._mirror.error else ''}"
+        flag = " --best" if best and file and best.step != end.step else ""
+        rows["use it"] = f"pipeline predict {shlex.quote(str(folder.path))}{flag} IMAGE ..."
+        width = max(map(len, rows))
+        for name, text in rows.items():
+            self._terminal.log(f"  {name:<{width}}  {text}")
 
     def _show_progress(self, update: Update) -> None:
         plan, step, metrics = self._job.plan, update.step, update.metrics
@@ -70,11 +84,7 @@ def log_evaluation(title: str, result: Evaluated, terminal: Terminal, note: str)
     """Show the figures of an evaluation, and name the images that could not be decoded."""
     for bad in result.bad_images:
         terminal.log(f"bad image {bad.name}: {bad.reason}; it counts as a wrong prediction")
-    terminal.log(f"{title}: {describe_evaluation(result.evaluation)}{note}")
-
-
-def describe_evaluation(found: Evaluation) -> str:
-    """Return the figures of an evaluation as a line."""
+    found = result.evaluation
     figures = {**found.main, "loss": math.nan, **found.figures}
     names = {
         "top1": "top-1", "top5": "top-5", "map": "mAP", "f1": "F1", "subset": "all labels right",
@@ -87,27 +97,7 @@ def describe_evaluation(found: Evaluation) -> str:
             f"; the logits of {found.not_finite} of {found.images} images are not finite: they count as"
             " wrong, and this model is never the best; lower optimizer.lr or set train.clip"
         )
-    return line
-
-
-def describe_result(job: Job, end: End, mirror: Any) -> dict[str, str]:
-    """Return the last lines of a finished run, by name."""
-    config, folder, best = job.config, job.folder, end.best
-    file = best and checkpoint_of_step(folder.checkpoints, best.step)
-    rows = {}
-    if best is None:
-        rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
-    elif file:
-        rows["best"] = f"step {best.step:,}, {best.headline}: {file}"
-    if config.track.report:
-        rows["report"] = str(folder.report / "index.html")
-    uri = addon("mlflow.uri").tracking_uri(config, folder)
-    rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
-    if mirror:
-        rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"
-    flag = " --best" if best and file and best.step != end.step else ""
-    rows["use it"] = f"pipeline predict {shlex.quote(str(folder.path))}{flag} IMAGE ..."
-    return rows
+    terminal.log(f"{title}: {line}{note}")
 
 
 def format_duration(seconds: float) -> str:

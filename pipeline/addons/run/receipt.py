@@ -108,11 +108,6 @@ class Receipt:
         self._starts = [*(start for start in self._starts if start["step"] < at), {"step": at, **facts}]
 
 
-def make_receipt(folder: RunFolder) -> dict[str, Any]:
-    """Return the receipt of a run. Raises OSError, ValueError and RunError for damaged files."""
-    return Receipt(folder).contents()
-
-
 def receipt_row(state: "TrainState") -> dict[str, Any]:
     """Return the row of the evaluated model; valid on rank 0. All processes call this together."""
     from pipeline.addons.models.trained import digest_and_checksums
@@ -168,13 +163,11 @@ def best_checkpoint(target: str) -> Path:
         rows = [row for row in receipt["evaluations"] if not row.get("not_finite")]
         evaluated = sorted((rank(row, watch) for row in rows), reverse=True)
     except (OSError, ValueError, KeyError, TypeError):
-        raise RequestError(
-            f"--best cannot read {folder.receipt}", "give a run's folder, or a checkpoint without --best"
-        ) from None
+        remedy = "give a run's folder, or a checkpoint without --best"
+        raise RequestError(f"--best cannot read {folder.receipt}", remedy) from None
     kept = {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
     for *_, step in evaluated:
         if -step in kept:
             return kept[-step]
-    raise RequestError(
-        f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out"
-    )
+    problem = f"{target} has no best checkpoint: none has a validation with finite logits"
+    raise RequestError(problem, "leave --best out")

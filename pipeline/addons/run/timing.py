@@ -124,9 +124,7 @@ class ToAdvice(Listener):
         if step >= self._plan.last_step:
             total = max(1e-9, sum(self._spent.values()))
             shares = sorted(((self._spent[entry] / total, entry) for entry in ENTRIES), reverse=True)
-            texts = [
-                f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005
-            ]
+            texts = [f"{name.replace('_', ' and ')} {share:.0%}" for share, name in shares if share >= 0.005]
             self._log(f"{format_duration(total)} since the start: {', '.join(texts)}")
 
 
@@ -136,9 +134,8 @@ def advise(spent: Seconds, images: int) -> tuple[Entry, str] | None:
     images: trained on in that time.
     """
     total = max(1e-9, sum(spent.values()))
-    above = [
-        entry for entry, (share, _) in _ADVICE.items() if spent[entry] > max(share * total, _MIN_AVOIDABLE_S)
-    ]
+    least = {entry: max(share * total, _MIN_AVOIDABLE_S) for entry, (share, _) in _ADVICE.items()}
+    above = [entry for entry in _ADVICE if spent[entry] > least[entry]]
     if not above:
         return None
     largest = max(above, key=lambda entry: spent[entry])

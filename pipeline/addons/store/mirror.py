@@ -34,8 +34,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import make_terminal
 from pipeline.train.listener import End, Listener, Start
 
-FINISH_S = 120
-"""Seconds that the end of a run waits for a store that takes nothing."""
+FINISH_S = 120  # seconds that the end of a run waits for a store that takes nothing
 _SLOWEST = 1 << 20  # bytes a second at which it takes an object, at least
 _RETRY_S = 5.0
 

@@ -33,10 +33,8 @@ from pipeline.addons.store.bucket import Store
 from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.errors import RunError, one_line
 
-MAX_READS = 256
-"""Reads in flight, waiting for another attempt, or ready and not taken."""
-MAX_BYTES = 64 << 20
-"""Bytes of these reads, unless a single one has more."""
+MAX_READS = 256  # reads in flight, waiting for another attempt, or ready and not taken
+MAX_BYTES = 64 << 20  # bytes of these reads, unless a single one has more
 _ATTEMPTS = 4  # failed attempts after which a read is an outage. The loader begins it again.
 _FIRST_PAUSE_S = 0.2  # before the second attempt, then doubled
 _CONNECT_S = 5
@@ -123,7 +121,6 @@ class RangeReader:
         return data
 
     def _begin_expected(self) -> None:
-        """Begin expected reads as far as the limits allow."""
         while self._expected and len(self._reads) < MAX_READS:
             number = self._expected[0]
             if number not in self._reads and self._uses[number]:  # it may have been taken before its turn
