@@ -71,11 +71,20 @@ class Group:
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag if it is set on any rank."""
+        return self.ask_ranks(*flags)()
+
+    def ask_ranks(self, *flags: bool) -> Callable[[], tuple[bool, ...]]:
+        """Start `any_rank`; return a function that waits for its result."""
         if self._is_alone:
-            return flags
+            return lambda: flags
         raised = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(raised, dist.ReduceOp.MAX)
-        return tuple(bool(flag) for flag in raised.tolist())
+        exchange = dist.all_reduce(raised, dist.ReduceOp.MAX, async_op=True)
+
+        def result() -> tuple[bool, ...]:
+            exchange.wait()
+            return tuple(bool(flag) for flag in raised.tolist())
+
+        return result
 
     def all_reduce(self, counts: Tensor) -> Tensor:
         """Return the sum over the ranks, on the CPU. counts: any shape, int64."""

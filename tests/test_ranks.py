@@ -52,23 +52,33 @@ def test_a_slow_rank_is_named_once(job: MakeJob) -> None:
 
 
 GPU_GUARD = """\
-import sys
-from pipeline.group import Group
 from pipeline.guards import nonfinite
 from pipeline.train import session
-
-session.make_loss_guard, any_rank = nonfinite.DeviceLossGuard, Group.any_rank
-
-def refuse(group, *flags):
-    assert sys._getframe(1).f_code.co_name not in ("agree", "update_once"), "an exchange of hosts"
-    return any_rank(group, *flags)
-
-Group.any_rank = refuse
+session.make_loss_guard = nonfinite.DeviceLossGuard
 """
 """The ranks agree as on GPUs."""
 
 
-def test_gpus_agree_on_a_stop_without_an_exchange_of_their_hosts(job: MakeJob) -> None:
+def _ask(rank: int, address: str) -> None:
+    """Rank 1 answers once rank 0 has asked, and dies."""
+    group = Group(World(2, 2, rank, rank, init_method=address), torch.device("cpu"), 60)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["asked"])
+        os._exit(0 if group.ask_ranks(False)() == (True,) else 9)
+    answer = group.ask_ranks(True)
+    store.set("asked", "")
+    assert answer() == (True,)
+    with pytest.raises(RuntimeError) as failure:
+        group.ask_ranks(False)()
+    os._exit(0 if is_peer_failure(failure.value) else 9)
+
+
+def test_a_rank_that_asks_the_others_goes_on_and_learns_of_a_death_at_once() -> None:
+    assert in_ranks(_ask, 2) == [0, 0]
+
+
+def test_gpus_agree_on_a_stop_a_step_later(job: MakeJob) -> None:
     run = job(*SHORT, nproc=2)
     stop = "if (os.environ['RANK'], calls) == ('1', 10): os.kill(os.getpid(), signal.SIGTERM)"
     run.prelude = GPU_GUARD + before_each("torch.nn.functional.cross_entropy", stop)

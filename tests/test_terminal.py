@@ -113,7 +113,7 @@ def test_a_second_cuda_error_of_a_gpu_names_it_and_exits_75(tmp_path: Path, undi
     run.prelude = before_each("pipeline.train.loop.save", "import torch", fault)
     assert "uncorrectable ECC" in run.run(code=1).err
     second = run.run(code=75)
-    assert f"rank 1 had a CUDA error again on the GPU 4f3a of {socket.gethostname()}" in second.err
+    assert f"the GPU 4f3a of {socket.gethostname()}, of rank 1, had a CUDA error again" in second.err
     run.prelude = run.prelude.replace("uncorrectable ECC", "device-side assert")
     run.run(code=1)  # the program's fault
 

@@ -86,7 +86,7 @@ class Batches(ABC):
             for row, key in enumerate(keys):
                 labels[row] = self._load(key, pixels[row], defects, patience)
         except OutageError as error:
-            # not raised here: the ranks agree on it after the pass, and leave together
+            # not raised here: the ranks agree on it after a pass, and leave together
             outage = error
         ids = torch.tensor([key.sample for key in keys])
         digests, mix = torch.empty((0, 32), dtype=torch.uint8), torch.empty((0, MIX_COLUMNS))

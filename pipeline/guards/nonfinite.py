@@ -5,13 +5,15 @@ ends with a line that names the step and the rank. In the same exchange the proc
 else that one of them may know: to stop, bad images, a storage that is out of reach.
 
 On a CPU they agree before the update. On a GPU the host would wait, for the device and for other
-hosts. So the flags are summed on the device's stream, a fused optimizer skips the update where
-`found_inf` is 1 (torch made that for its GradScaler), and the host reads them one step later. An
-optimizer that is not fused (SGD on sharded weights, LAMB, Muon) makes the update. Nothing leaves
-the process before `sync` has asked about the last step: no result of a bad update is ever seen.
+hosts. So the device checks the loss: its flag is summed over the processes on its stream, a fused
+optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the
+host reads it one step later, as it does the other flags, which travel between the hosts meanwhile
+(that exchange also fails at once if a process dies). An optimizer that is not fused (SGD on sharded
+weights, LAMB, Muon) makes the update. Nothing leaves the process before `sync` has asked about the
+last step: no result of a bad update is ever seen.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -71,9 +73,8 @@ class LossGuard:
 
     def _error(self) -> NotFiniteError:
         """Return the error that names the first rank with a bad loss."""
-        bad = None
-        if not bool(torch.isfinite(self._loss)):
-            bad = float(self._loss), [sample for batch in self._batches for sample in batch.ids.tolist()]
+        mine = [sample for batch in self._batches for sample in batch.ids.tolist()]
+        bad = None if bool(torch.isfinite(self._loss)) else (float(self._loss), mine)
         problem = f"a gradient at step {self._step} is not finite, or larger than exact mode can sum"
         found = [(rank, bad) for rank, bad in enumerate(self._strategy.group.all_gather(bad)) if bad]
         if found:
@@ -91,52 +92,49 @@ class DeviceLossGuard(LossGuard):
 
     def __init__(self, strategy: Strategy, timer: StepTimer, start_again: str) -> None:
         super().__init__(strategy, timer, start_again)
-        device = strategy.group.device
-        is_cuda = device.type == "cuda"
-        self._ranks = torch.zeros(4, dtype=torch.int64, device=device)
-        """[bad, outage, defects, stopping] int64: the number of processes that raise the flag."""
-        self._is_skipped = torch.zeros((), device=device)
-        """[] float32: 1 if the update of this step is to be left out in all processes."""
-        # pinned: a copy from or to other memory would wait for the device
-        self._mine = torch.zeros(4, dtype=torch.int64, pin_memory=is_cuda)
-        self._agreed = torch.zeros_like(self._mine, pin_memory=is_cuda)
+        is_cuda = strategy.group.device.type == "cuda"
+        self._is_bad = torch.zeros((), device=strategy.group.device)
+        """[] float32: 1 if the loss of this step was bad in any process."""
+        # pinned: a copy to other memory would wait for the device
+        self._flag = torch.zeros((), pin_memory=is_cuda)
         # blocking: the host sleeps while it waits; without it, it spins, which takes a core per GPU
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._exchange: Callable[[], tuple[bool, ...]] = lambda: (False, False, False)
 
     def agree(self, step: int, loss: Tensor, batches: list[Batch], *, is_asked: bool) -> Agreed:
-        before = self._decide(self._read())  # the device has read `_mine` by then
         is_bad = (loss - loss).ne(0)  # not finite; two kernels in place of the four of isfinite
         overflow = self._strategy.has_overflow()
         if isinstance(overflow, Tensor):
             is_bad |= overflow
-        self._mine.numpy()[1:] = (*self._keep(step, loss, batches), is_asked)
-        self._ranks.copy_(self._mine, non_blocking=True)
-        self._ranks[0].copy_(is_bad)
-        if summing := self._strategy.group.all_reduce_async(self._ranks):
+        ranks = is_bad.to(torch.int64)
+        if summing := self._strategy.group.all_reduce_async(ranks):
             summing.wait()  # the stream waits, the host does not
-        self._is_skipped.copy_(self._ranks[:2].amax()).clamp_(max=1)
-        self._agreed.copy_(self._ranks, non_blocking=True)
+        self._is_bad.copy_(ranks).clamp_(max=1)
+        before = self._decide(self._read())
+        self._flag.copy_(self._is_bad, non_blocking=True)
         if self._copied:
             self._copied.record()
+        self._exchange = self._strategy.group.ask_ranks(*self._keep(step, loss, batches), is_asked)
         return before
 
     def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
         if has_scaler:  # it skips the update if it finds a NaN in any gradient
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             first = next(parameter.grad for parameter in parameters if parameter.grad is not None)
-            first.masked_fill_(self._is_skipped > 0, torch.nan)
+            first.masked_fill_(self._is_bad > 0, torch.nan)
         elif optimizer.defaults.get("fused"):  # its kernel skips the update where this is 1
-            optimizer.found_inf = self._is_skipped  # type: ignore[attr-defined]
+            optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
 
     def sync(self) -> list[Defect]:
         with self._timer.charge("communication"):
             return self._decide(self._read())[1]
 
-    def _read(self) -> list[bool]:
+    def _read(self) -> tuple[bool, ...]:
         """Return the flags of the previous step."""
+        others = self._exchange()  # it has normally ended, as the copy has
         if self._copied:
-            self._copied.synchronize()  # it has normally completed: no wait
-        return [bool(ranks) for ranks in self._agreed.tolist()]
+            self._copied.synchronize()
+        return bool(self._flag), *others
 
 
 def make_loss_guard(strategy: Strategy, timer: StepTimer, start_again: str) -> LossGuard:

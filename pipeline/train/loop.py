@@ -2,7 +2,7 @@
 
 What is due is asked at the head of the loop. So a run that was stopped between an update and its
 evaluation evaluates when it resumes, and the end of training is no special case. Every decision is
-the same in all processes: it comes from the plan, from the state, or from `any_rank`.
+the same in all processes: it comes from the plan, the state, the loss guard or `any_rank`.
 """
 
 import hashlib
@@ -62,6 +62,7 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
         # both are due once an epoch by default, never at step 0
         is_due = is_stopping or is_best or is_over or plan.saves_at(state.step)
         if is_due and saved != (state.step, state.is_evaluated):
+            state.confirm_step()  # before the pause, in which nothing ends a process that waits for a peer
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
                 save(trainer, is_last=is_stopping or is_over, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
@@ -101,8 +102,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     with timer.charge("communication"):
         # whatever one process knows, all decide, in one exchange: a process that left by itself
         # would leave the others waiting in their next collective. A signal that comes later waits
-        # for the next step. Beside this and the gradients only what is due costs an exchange: the
-        # sums of a report, the trace, a comparison of the weights.
+        # for the next step. Beside this and the gradients only what is due costs an exchange.
         is_asked = trainer.process.asked_to_stop()  # also reports progress to the watchdog
         # on a GPU this is about the step before: the host never waits for the device
         is_stopping, defects = state.loss_guard.agree(state.step + 1, loss, used, is_asked=is_asked)
@@ -149,12 +149,12 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     is then tried again, while the other ranks wait.
 
     Raises NotFiniteError if weights are not finite, StorageError if saves fail, RunError if weights
-    differ.
+    differ, and what `update_once` raises about the last step.
     """
     state, job, group = trainer.state, trainer.job, trainer.process.group
     writer = trainer.records.checkpoints  # None on ranks other than 0
-    step = state.confirm_step()
     _record_bad_images(trainer, state.loss_guard.sync())
+    step = state.step
     trainer.divergence.compare(step)
     for model in filter(None, (state.model, state.ema)):
         state.strategy.average_buffers(model)

@@ -244,7 +244,7 @@ def _crash(trainer: Trainer, error: Exception, *, is_secondary: bool = False) ->
     _record_end(trainer, _end(trainer, "FAILED", "crashed"))  # before anything is printed
     print(f"{details}\npipeline: {line}", file=sys.stderr, flush=True)
     code = error.code if isinstance(error, RunError) else errors.CRASH
-    if code != errors.CRASH:  # a GPU that fails would fail again here
+    if code != errors.CRASH:  # restarted ranks would fail again: by the request, the data or this GPU
         stop_restarts()
     if trainer.records.mirror:  # the disk may be gone after this process
         last = time.monotonic() + _CRASH_MIRROR_S

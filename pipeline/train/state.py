@@ -69,8 +69,7 @@ class TrainState:
     def confirm_step(self) -> int:
         """Return the step, once its loss is known to be finite.
 
-        Whatever reports, evaluates or saves a step calls this first. Raises NotFiniteError in all
-        processes.
+        Whatever reports, evaluates or saves a step calls this first. Raises as `LossGuard.agree`.
         """
         self.loss_guard.sync()
         return self.step

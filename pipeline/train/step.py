@@ -26,7 +26,7 @@ from pipeline.train.state import TrainState
 
 
 class Step:
-    """The two halves of an update. Between them the processes agree whether it is made."""
+    """The two halves of an update. Between them the processes agree, on CPUs whether it is made."""
 
     def __init__(self, config: Config, plan: Plan, state: TrainState, timer: StepTimer) -> None:
         self._config, self._plan, self._state, self._timer = config, plan, state, timer

@@ -7,6 +7,8 @@ LAMB: You et al., "Large batch optimization for deep learning", 2020. Muon: Jord
 
 import inspect
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ def make(groups: list[dict[str, Any]], options: Optimizer) -> Any:
         group["use_fallback"] = True
     momentum = {"momentum": options.momentum, "nesterov": options.nesterov}
     muon = _timm("muon")
-    if groups[0]["params"][0].device.type == "cuda":
+    if any(weight.device.type == "cuda" for group in groups for weight in group["params"]):
         muon = batched(muon)
     return muon(groups, lr=options.lr, betas=options.betas, **momentum)
 
@@ -41,6 +43,8 @@ def batched(muon: Any) -> Any:
 
     Each of timm's is some 45 small kernels, which a GPU's host is too slow to queue.
     """
+    update = inspect.getmodule(muon).muon  # type: ignore[union-attr]
+    keys = [name for name in inspect.signature(update).parameters if name in muon([torch.zeros(1)]).defaults]
 
     class BatchedMuon(muon):  # type: ignore[misc]
         @torch.no_grad()
@@ -52,7 +56,7 @@ def batched(muon: Any) -> Any:
                         of_shape[len(weight), weight[0].numel()].append(weight)
                 for weights in of_shape.values():
                     momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
-                    _update(muon, weights, momenta, group)
+                    _update(partial(update, **{key: group[key] for key in keys}), weights, momenta)
                     for weight in weights:
                         weight.grad = None  # timm updates the others
             super().step()
@@ -60,20 +64,16 @@ def batched(muon: Any) -> Any:
     return BatchedMuon
 
 
-def _update(muon: Any, weights: list[Tensor], momenta: list[Tensor], group: dict[str, Any]) -> None:
+def _update(muon: Callable[..., None], weights: list[Tensor], momenta: list[Tensor]) -> None:
     """Update weights of one shape, a convolution's as a matrix, [out, in × height × width]."""
 
     def stacked(tensors: list[Tensor]) -> Tensor:
         return torch.stack([tensor.flatten(1) for tensor in tensors], -1)
 
-    functional = inspect.getmodule(muon).muon  # type: ignore[union-attr]
-    options = {name: group[name] for name in inspect.signature(functional).parameters if name in group}
-    # a stack of matrices is to timm one convolution, each of whose positions is a matrix
-    options |= {"conv_mode": "batched", "normalize_spatial": False}
     all_weights, all_momenta = stacked(weights), stacked(momenta)
     gradients = stacked([weight.grad for weight in weights if weight.grad is not None])
-    options |= {"params": [all_weights], "grads": [gradients], "momentum_bufs": [all_momenta]}
-    functional(**options)
+    # a stack of matrices is to timm one convolution, each of whose positions is a matrix
+    muon([all_weights], [gradients], [all_momenta], conv_mode="batched", normalize_spatial=False)
     for whole, tensors in ((all_weights, weights), (all_momenta, momenta)):
         parts = [part.reshape(tensor.shape) for part, tensor in zip(whole.unbind(-1), tensors, strict=True)]
         torch._foreach_copy_(tensors, parts)

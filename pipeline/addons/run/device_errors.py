@@ -1,5 +1,6 @@
 """Errors of a device that end a process: a shortage of memory, and a GPU that fails again."""
 
+import re
 import socket
 import time
 from contextlib import suppress
@@ -12,6 +13,8 @@ from pipeline.group import Group
 from pipeline.train.job import Job
 
 _FIRST_STEPS = 3  # of a start: a shortage of memory in them is the request's
+_OF_HARDWARE = re.compile("ECC|[Nn][Vv][Ll]ink|hardware|unspecified launch failure|unknown error|unavailable")
+"""In CUDA's texts. Others, such as an illegal memory access, are mostly faults of the program."""
 
 
 def explain(error: Exception, job: Job, group: Group, first_step: int, step: int) -> RunError | None:
@@ -22,16 +25,19 @@ def explain(error: Exception, job: Job, group: Group, first_step: int, step: int
     if is_out_of_memory(error):
         is_early = step < first_step + _FIRST_STEPS
         return explain_shortage(error, job.config, job.plan, first_step) if is_early else None
-    # an assertion of a kernel is a fault of the program, on any GPU
-    if not isinstance(error, torch.AcceleratorError) or "device-side assert" in str(error):
+    if not isinstance(error, torch.AcceleratorError) or not _OF_HARDWARE.search(str(error)):
         return None
     host, gpu = socket.gethostname(), torch.cuda.get_device_properties(group.device).uuid
-    path, before = job.folder.path / f"cuda-errors-rank-{group.rank}.txt", ""
-    with suppress(OSError), open(path, "a+", encoding="utf-8") as file:
-        file.seek(0)
-        before = file.read()
-        file.write(f"{time.strftime('%F %T')} {host} {gpu}: {one_line(error)}\n")
-    if f" {host} {gpu}: " not in before:
+    folder, name = job.folder.path, f"cuda-errors-rank-{group.rank}.txt"
+    job.folder.check_ours()
+    before = ""
+    with suppress(OSError):
+        # of all ranks: after a restart another rank may have this GPU
+        before = "".join(path.read_text(encoding="utf-8") for path in folder.glob("cuda-errors-rank-*.txt"))
+        with open(folder / name, "a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%F %T')} {host} {gpu}: {one_line(error)}\n")
+    if f" {gpu}: " not in before:
         return None
-    problem = f"rank {group.rank} had a CUDA error again on the GPU {gpu} of {host} ({one_line(error)})"
-    return TemporaryError(problem, f"take that GPU out of use, and give the same command again; see {path}")
+    problem = f"the GPU {gpu} of {host}, of rank {group.rank}, had a CUDA error again ({one_line(error)})"
+    remedy = f"take it out of use; {job.config.same_command} resumes; {folder / name} has all errors"
+    return TemporaryError(problem, remedy)
