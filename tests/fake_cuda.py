@@ -17,12 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    unset_fake_temporarily,
-)
+from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 import pipeline
 
 _PIPELINE = str(Path(pipeline.__file__).parent)
-_WAITING = (DataDependentOutputException, DynamicOutputShapeException)
+_WAITING = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def _gloo(options: Any, _: object) -> dist.ProcessGroupGloo:
@@ -60,9 +55,9 @@ class FakeCuda(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         target = kwargs.get("device")
         is_moved = target is not None and torch.device(target).type == "cuda"
-        if not is_moved and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if not is_moved and not any(isinstance(tensor, fake_tensor.FakeTensor) for tensor in tensors):
             kwargs.pop("pin_memory", None)
-            with unset_fake_temporarily():
+            with fake_tensor.unset_fake_temporarily():
                 return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and func.namespace == "aten":
             # in inference mode torch hands over composite operations, such as `to`, whole

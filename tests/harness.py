@@ -280,6 +280,13 @@ class Job:
         """Return the rows of trace.jsonl: one for each training step."""
         return read_rows(self.folder / "trace.jsonl")
 
+    def assert_each_sample_once(self) -> None:
+        """Assert that the trace has each (epoch, sample id) once, and each step once, in order."""
+        trace = self.trace()
+        assert [row["step"] for row in trace] == list(range(1, len(trace) + 1))
+        seen = [(row["epoch"], sample) for row in trace for sample in row["ids"]]
+        assert len(seen) == len(set(seen)) == 48 * len(trace), "the batch of SMALL"
+
     def starts(self) -> list[dict[str, Any]]:
         """Return a journal row for each time that training started or resumed."""
         return [row for row in read_rows(self.folder / "journal.jsonl") if row.get("event") == "started"]
@@ -323,6 +330,10 @@ class Job:
             return [self.process.pid]
         found = [(variable(pid, "RANK"), pid) for pid in children(self.process.pid)]
         return [pid for _, pid in sorted((int(rank), pid) for rank, pid in found if rank is not None)]
+
+    def workers(self, rank: int) -> list[int]:
+        """Return the loader workers of a rank. rank: its process id."""
+        return [pid for pid in children(rank) if " train " in command_line(pid)]
 
     def processes(self) -> list[int]:
         """Return all living processes of this run: launcher, ranks, loader workers, sender."""
@@ -457,13 +468,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
 
 
-def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> None:
-    """Assert that the trace has each (epoch, sample id) once, and each step once and in order."""
-    assert [row["step"] for row in trace] == list(range(1, len(trace) + 1))
-    seen = [(row["epoch"], sample) for row in trace for sample in row["ids"]]
-    assert len(seen) == len(set(seen)) == global_batch * len(trace)
-
-
 def assert_same(run: Job, expected: Job) -> None:
     """Assert that a finished run has the weights, samples and figures of an undisturbed one."""
     ours, theirs = (
@@ -472,7 +476,7 @@ def assert_same(run: Job, expected: Job) -> None:
     )
     assert len(ours) == 1
     assert ours == theirs
-    assert_each_sample_once(run.trace(), 48)
+    run.assert_each_sample_once()
     assert run.trace() == expected.trace()
     assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 

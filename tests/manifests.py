@@ -29,7 +29,7 @@ def problems(documents: list[Document]) -> list[str]:
     return [line for rule in rules for is_kept, line in rule if not is_kept]
 
 
-def problems_alone(document: Document) -> list[str]:
+def problems_of(document: Document) -> list[str]:
     """Return the rules that a single manifest breaks."""
     broken = [line for is_kept, line in _restricted_pod(document) if not is_kept]
     return [*schema_problems(json.dumps(document)), *broken]
@@ -64,7 +64,7 @@ def settings(documents: list[Document]) -> dict[str, str]:
     return one(documents, "ConfigMap", "trainer")["data"]
 
 
-def request_of(container: Document) -> list[str]:
+def words_of(container: Document) -> list[str]:
     """Return the words after `pipeline doctor`, or after `torchrun … train`."""
     words: list[str] = container["command"]
     start = words.index("doctor" if "doctor" in words else "train") + 1
@@ -116,7 +116,7 @@ def _pods(documents: list[Document]) -> Rules:
     *_, preflight, trainer = containers(pod)
     for field in ("image", "envFrom", "volumeMounts", "resources"):
         yield preflight[field] == trainer[field], f"preflight and trainer have the same {field}"
-    yield request_of(preflight) == request_of(trainer), "preflight and trainer have the same request"
+    yield words_of(preflight) == words_of(trainer), "preflight and trainer have the same request"
     limits = trainer["resources"]["limits"]
     (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
     shared, memory = (int(size[:-2]) * _MIB[size[-2:]] for size in (shm["sizeLimit"], limits["memory"]))
@@ -127,7 +127,7 @@ def _pods(documents: list[Document]) -> Rules:
     gpus = limits.get("nvidia.com/gpu")
     if gpus is not None:
         yield str(gpus) == config["PET_NPROC_PER_NODE"], "one process for each GPU"
-        yield "run.device=cuda" in request_of(trainer), "a pod that asks for GPUs and gets none fails"
+        yield "run.device=cuda" in words_of(trainer), "a pod that asks for GPUs and gets none fails"
     for container in (preflight, trainer):
         yield container["command"][:2] == ["tini", "--"], "an init passes SIGTERM on from the first moment"
 
@@ -164,7 +164,7 @@ def _storage(documents: list[Document]) -> Rules:
     if "runs" in mounted:
         yield not outside and "store-credentials" not in secrets_of(trainer), "volumes need no object store"
         return
-    mirrors = re.findall(r"checkpoint.mirror=s3://\S*\$\(RUN_DIR\)", " ".join(request_of(trainer)))
+    mirrors = re.findall(r"checkpoint.mirror=s3://\S*\$\(RUN_DIR\)", " ".join(words_of(trainer)))
     yield len(mirrors) == 1, "a run on the disk of its pod is mirrored, each to a place of its own"
     yield all(claim["spec"]["accessModes"] == ["ReadWriteOnce"] for claim in claims), "nothing is shared"
     yield "store-credentials" in secrets_of(trainer), "the pods have the store's credentials"

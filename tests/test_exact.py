@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from harness import SMALL, Job, MakeJob, assert_each_sample_once, plan_of
+from harness import SMALL, Job, MakeJob, plan_of
 from torch import nn
 
 from pipeline.errors import NotFiniteError
@@ -39,7 +39,7 @@ def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(
         run.start().kill_at(draw.randint(number * share + 1, (number + 1) * share))
     run.nproc = worlds[-1]
     assert run.start().wait().out == one_process.output()
-    assert_each_sample_once(run.trace(), 48)
+    run.assert_each_sample_once()
     assert run.trace() == one_process.trace()
 
 

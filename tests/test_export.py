@@ -110,14 +110,19 @@ def test_the_lines_of_the_page_classify_as_predict_does(run: Job, exported: Path
         assert (name, float(share)) == (best, pytest.approx(probability, abs=5e-3)), path
 
 
-def test_the_request_of_the_page_works_on_the_logged_model(run: Job, tmp_path: Path) -> None:
+def test_the_logged_model_takes_the_request_of_the_page_and_other_sizes(run: Job, tmp_path: Path) -> None:
     contents = run.contents()
     export_model(contents, from_yaml(contents["config"], "test"), tmp_path / "model")
     make_photos(tmp_path / "photos", 9)
     photo = tmp_path / "photos/2/005.jpg"
     request = answer_of("mlflow.md", "request.py", str(photo), cwd=tmp_path)
     served = mlflow.pyfunc.load_model(str(tmp_path / "model"))
-    (shares,) = served.predict(np.array(json.loads(request)["inputs"], np.uint8))
+    pictures = np.array(json.loads(request)["inputs"], np.uint8)
+    (shares,) = served.predict(pictures)
+    np.testing.assert_allclose(served.predict(np.repeat(pictures, 3, 0)), [shares] * 3, atol=1e-6)
+    assert served.predict(np.zeros((1, 300, 7, 3), np.uint8)).shape == (1, 10)
+    (given,) = served.metadata.signature.inputs.inputs
+    assert (given.type, given.shape) == (np.uint8, (-1, -1, -1, 3))
     for name, probability in top_classes(run, photo)[str(photo)].items():
         assert shares[contents["classes"].index(name)] == pytest.approx(probability, abs=5e-3)
 

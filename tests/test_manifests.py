@@ -15,17 +15,7 @@ import pytest
 import torch
 import yaml
 from harness import quick
-from manifests import (
-    Document,
-    claims_of,
-    containers,
-    one,
-    pod_of,
-    problems,
-    problems_alone,
-    request_of,
-    settings,
-)
+from manifests import Document, claims_of, containers, one, pod_of, problems, problems_of, settings, words_of
 
 import pipeline as package
 from pipeline.addons.deploy import node
@@ -65,7 +55,7 @@ def test_an_example_is_valid_and_fits_the_manifests(path: Path, defaults: list[D
         if document["kind"] == "TrainingRuntime":  # kubernetes_validate has no schema for it
             check_runtime(document, pod_of(one(defaults, "Job", "trainer")))
         elif document["kind"] != "TrainJob":
-            assert problems_alone(document) == []
+            assert problems_of(document) == []
             if "template" in document["spec"]:
                 assert claims_of(pod_of(document)) <= claims
                 assert {container["image"] for container in containers(pod_of(document))} <= images
@@ -186,7 +176,7 @@ def test_data_and_runs_are_stored(given: dict[str, str], root: str | None, mirro
     overrides = [f"{key}={value}" for key, value in given.items()]
     pod = pod_of(one(documents(RenderOptions(overrides=overrides, **STORE)), "Job", "trainer"))
     for container in containers(pod):
-        words = dict(word.split("=", 1) for word in request_of(container)[1:])  # the last one counts
+        words = dict(word.split("=", 1) for word in words_of(container)[1:])  # the last one counts
         assert (words.get("data.root"), words["checkpoint.mirror"]) == (root, mirror)
     (data,) = (volume for volume in pod["volumes"] if volume["name"] == "data")
     assert data["emptyDir"]["sizeLimit"] == size
@@ -231,7 +221,7 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
     request = RenderOptions(image=IMAGE, namespace="mine", overrides=("model.arch=mynet:net",))
     ((name, text),) = render_sync(request, run).items()
     job = yaml.safe_load(text)
-    assert problems_alone(job) == []
+    assert problems_of(job) == []
     assert name == f"{job['metadata']['name']}.yaml"
     assert re.fullmatch("sync-[a-z0-9]([-a-z0-9]{0,57}[a-z0-9])?", job["metadata"]["name"])
     (container,) = pod_of(job)["containers"]
@@ -337,7 +327,7 @@ def test_code_is_sent_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     receipt = provenance(load("digits", request.overrides), torch.device("cpu"))
     assert receipt["code"] == f"sha256:{digest}"
     job = yaml.safe_load(render_sync(request, "digits")["sync-digits.yaml"])
-    assert problems_alone(job) == []
+    assert problems_of(job) == []
     assert containers(pod_of(job))[0] == unpacker
 
     (code / "mynet.py").write_text(NET)

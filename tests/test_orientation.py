@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from pipeline.addons.datasets.images import Picture, decode
 from pipeline.addons.datasets.sources import open_source
 from pipeline.addons.datasets.write_pack import pack as make
+from pipeline.addons.models.eval_batches import EvalBatches
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import SampleKey, augment
@@ -114,6 +114,11 @@ def test_batches_of_a_folder_and_packs_are_those_of_the_upright_images(turned: P
     expected = pixels_of(tmp_path / "plain")
     assert pixels_of(turned) == expected
     assert pixels_of(turned, "data.orientation=ignore") != expected
+    held_out = []
+    for root in (turned, tmp_path / "plain"):
+        config = load("digits", words(root))
+        held_out.append(EvalBatches(open_source(config).val, config)[0].images)
+    assert torch.equal(*held_out), "what is evaluated; test_export.py has predict"
     make(turned, tmp_path / "pack", "lossless", 0.1)
     assert pixels_of(tmp_path / "pack", "data.source=pack") == expected
     for level in ("max-side=200,q=95", "raw=72"):
@@ -154,17 +159,6 @@ def test_a_configuration_of_0_2_keeps_its_orientation_and_split(tmp_path: Path) 
     assert loaded("run.resume=never") == ("apply", "class")
     (tmp_path / "config.yaml").write_text(new)
     assert loaded() == ("apply", "class")
-
-
-def test_predict_and_evaluate_read_upright_images(turned: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    quick("train", "digits", *SMALL, *words(turned), f"run.dir={run}", "train.epochs=1", code=0)
-    seen = []
-    for root in (turned, tmp_path / "plain"):
-        predicted = json.loads(quick("predict", str(run), str(root / "val"), "--json").out)["predictions"]
-        done = quick("evaluate", str(run), f"data.root={root}").done
-        seen.append(([row["top"] for row in predicted], done))
-    assert seen[0] == seen[1]
 
 
 # --- images of more than 8 bits

@@ -39,13 +39,11 @@ def save_run(folder: Path, scale: float = 1, classes: list[Any] = CLASSES) -> Pa
     return folder
 
 
-def predict_probabilities(
-    checkpoint: Path, files: list[Path], side: int = 32, make: Any = get_model, arch: str = ARCH
-) -> torch.Tensor:  # fmt: skip
-    """Return the probabilities, [N, 10], of a library's model with a checkpoint's weights."""
-    model = make(arch, num_classes=10).eval()
+def predict_probabilities(checkpoint: Path, files: list[Path]) -> torch.Tensor:
+    """Return the probabilities, [N, 10], of torchvision's model with a checkpoint's weights."""
+    model = get_model(ARCH, num_classes=10).eval()
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
-    images = torch.stack([resize(decode(file.read_bytes()), [side, side], antialias=True) for file in files])
+    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files])
     images = normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     with torch.inference_mode():
         return softmax(model(images), 1)

@@ -20,7 +20,7 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import ROOT, SMALL, Job, environment, listening, make_database, quick
+from harness import ROOT, SMALL, MakeJob, environment, listening, make_database, quick
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server, foreign_server, tracked_job
@@ -398,13 +398,12 @@ socket.sethostname("{name}")
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True], ids=["--nproc", "torchrun"])
-def test_a_training_cannot_be_reached_from_outside(by_torchrun: bool, tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1000"]
+def test_a_training_cannot_be_reached_from_outside(by_torchrun: bool, job: MakeJob) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing
         # by default gloo listens at the address of the host name, which is a container's network
         prelude = HOST.format(name=probe.getsockname()[0])
-    run = Job(tmp_path / "run", words, nproc=2, by_torchrun=by_torchrun, prelude=prelude)
+    run = job("train.epochs=1000", nproc=2, by_torchrun=by_torchrun, prelude=prelude)
     try:
         run.start().wait_for_step(1)
         for pid in (run.process.pid, *run.ranks()):

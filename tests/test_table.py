@@ -75,13 +75,12 @@ WRONG: list[tuple[str | bytes, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go to a folder with three images in each of a/ and b/, and an empty folder."""
     monkeypatch.chdir(fill(tmp_path, *(f"{folder}/{i}.png" for folder in "ab" for i in (1, 2, 3))))
     for name in ("void", "void.csv"):
         (tmp_path / name).mkdir()
-    return tmp_path
 
 
 def index_of(table: str | bytes, *words: str, name: str = "t.csv") -> Index:
@@ -97,7 +96,6 @@ def open_here(*words: str, name: str = "t.csv") -> Index:
     return index
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("table", "words", "expected"), WRONG, ids=range(len(WRONG)))
 def test_a_wrong_table_is_named_by_row_and_column(table: str | bytes, words: str, expected: str) -> None:
     line = refused(lambda: index_of(table, *words.split()))
@@ -106,7 +104,6 @@ def test_a_wrong_table_is_named_by_row_and_column(table: str | bytes, words: str
     assert len(line) < 400
 
 
-@pytest.mark.usefixtures("here")
 def test_a_table_is_read_as_people_write_it() -> None:
     plain = index_of(TABLE)
     assert (plain.classes, len(plain.train), len(plain.val)) == (("cat", "dog"), 4, 2)
@@ -134,7 +131,6 @@ def test_a_table_is_read_as_people_write_it() -> None:
     assert (held.digest, held.split_rule()) == (plain.digest, plain.split_rule())
 
 
-@pytest.mark.usefixtures("here")
 def test_labels_that_look_equal_are_one_class_and_the_plan_says_so() -> None:
     index = index_of(TABLE.replace("2.png,cat", "2.png,Cafe\u0301 ").replace("cat", "Caf\xe9"))
     assert index.classes == ("Caf\xe9", "dog")
@@ -148,7 +144,6 @@ def test_labels_that_look_equal_are_one_class_and_the_plan_says_so() -> None:
     assert index_of(TABLE.replace("cat", "007").replace("dog", "7")).classes == ("007", "7")
 
 
-@pytest.mark.usefixtures("here")
 def test_missing_files_and_equal_images_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     index = index_of(TABLE + "a/4.png,cat\n")
     assert "1 file missing, such as a/4.png in row 8" in index.size.notes
@@ -160,7 +155,6 @@ def test_missing_files_and_equal_images_are_named(capsys: pytest.CaptureFixture[
     assert main(["data", "check", "t.csv", "--write-sums"]) == 2
 
 
-@pytest.mark.usefixtures("here")
 def test_several_labels_are_sets_of_classes_however_they_are_written() -> None:
     labels = ["cat;dog", "dog", "", "cat", " dog ; cat;", "cat; cat"]
     paths = [line.split(",")[0] for line in GOOD.split()]
@@ -210,8 +204,7 @@ def test_a_made_table_has_its_folders_images(tmp_path: Path, capsys: pytest.Capt
     assert main(["data", "make", "table", str(bad)]) == 2
 
 
-def test_a_table_trains_to_the_weights_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_table_trains_to_the_weights_of_its_folder(tmp_path: Path) -> None:
     for split, count in (("train", 8), ("val", 2)):
         fill(tmp_path, *(f"digits/{split}/{label}/{i}.png" for label in "012" for i in range(count)))
     assert main(["data", "make", "table", "digits"]) == 0
@@ -232,7 +225,7 @@ def test_a_table_trains_to_the_weights_of_its_folder(tmp_path: Path, monkeypatch
     assert "has another label" in quick(*again, "train.max_steps=5", code=2).error
 
 
-@pytest.mark.usefixtures("here", "jpegtran")
+@pytest.mark.usefixtures("jpegtran")
 def test_parquet_tables_and_packs_of_images_in_them(capsys: pytest.CaptureFixture[str]) -> None:
     paths, labels = zip(*(line.split(",") for line in GOOD.split()), strict=True)
     table = pa.table({"path": paths, "label": pa.array(labels).dictionary_encode(), "n": range(6)})

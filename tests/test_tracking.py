@@ -13,18 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mlflow
-import numpy as np
 import pytest
-import timm
 import torch
 import yaml
 from harness import Job, Result, before_each, command_line, free_port, kill, quick, read_rows, wait_until
 from mlflow.entities import LoggedModelStatus
 from object_store import FaultProxy
 from server import Server, foreign_server, sync, tracked_job
-from test_predict import predict_probabilities
 
-from pipeline.addons.datasets.images import decode
 from pipeline.config.load import RECIPES
 from pipeline.record.journal import Journal, read
 
@@ -122,24 +118,6 @@ def test_without_a_tracker_no_file_of_one_is_left(trained: Trained) -> None:
     run, _ = trained["none"]
     assert not {path.name for path in run.folder.iterdir()} & {"mlflow.json", "mlflow.lock", "sync.log"}
     assert "track.uri=none" in sync(run, code=2).error
-
-
-def test_the_logged_model_takes_any_number_of_pictures_of_any_size(
-    trained: Trained, delivered: dict[str, Result], server: Server, digits: Path
-) -> None:
-    run, _ = trained["silent"]
-    (logged,) = server.models(run)
-    mlflow.set_tracking_uri(server.uri)
-    served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
-    files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
-    pictures = torch.stack([decode(file.read_bytes()) for file in files]).permute(0, 2, 3, 1)
-    expected = predict_probabilities(run.checkpoints()[-1], files, 16, timm.create_model, "test_efficientnet")
-    for size in (1, 5, 20):
-        answer = np.concatenate([served.predict(part.numpy()) for part in pictures.split(size)])
-        np.testing.assert_allclose(answer, expected, atol=5e-3)
-    assert served.predict(np.zeros((1, 300, 7, 3), np.uint8)).shape == (1, 10)
-    (given,) = served.metadata.signature.inputs.inputs
-    assert (given.type, given.shape) == (np.uint8, (-1, -1, -1, 3))
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, kill, quick, read_rows, refused
+from harness import Job, MakeJob, kill, quick, read_rows, refused
 
 from pipeline import machine
 from pipeline.addons.models.trained import digest_and_checksums
@@ -26,12 +26,8 @@ from pipeline.errors import RequestError, printable_line
 OTHER = "sha256:" + "0" * 64
 REMOVED = object()
 ROW, START = "evaluations.1", "starts.0"
-
-
-def job(folder: Path, digits: Path) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=12",
-             "evaluate.every=4 steps", "checkpoint.every=4 steps", "checkpoint.keep=3"]  # fmt: skip
-    return Job(folder, words)
+WORDS = ("data.workers=0", "train.max_steps=12", "evaluate.every=4 steps", "checkpoint.every=4 steps",
+         "checkpoint.keep=3")  # fmt: skip
 
 
 def receipt(run: Path) -> dict[str, Any]:
@@ -39,8 +35,8 @@ def receipt(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    return job(tmp_path_factory.mktemp("uninterrupted") / "run", digits).finished()
+def uninterrupted(job: MakeJob) -> Job:
+    return job(*WORDS).finished()
 
 
 @pytest.fixture
@@ -64,7 +60,7 @@ def change_receipt(run: Path, changes: dict[str, Any]) -> None:
     (run / "receipt.json").write_text(json.dumps(contents))
 
 
-def test_the_receipt_of_a_killed_run_is_complete(uninterrupted: Job, tmp_path: Path, digits: Path) -> None:
+def test_the_receipt_of_a_killed_run_is_complete(uninterrupted: Job, job: MakeJob) -> None:
     expected = receipt(uninterrupted.folder)
     assert (expected["config"]["run"]["seed"], expected["plan"]["global_batch"]) == (0, 48)
     assert len(expected["data"]) == 64
@@ -79,7 +75,7 @@ def test_the_receipt_of_a_killed_run_is_complete(uninterrupted: Job, tmp_path: P
     }  # fmt: skip
     assert expected["done"].endswith(f"weights={last['weights']}")
 
-    run = job(tmp_path / "run", digits).start()
+    run = job(*WORDS).start()
     run.wait_until(run.checkpoints, "checkpoint")
     kill(run.ranks()[0], signal.SIGKILL)
     run.wait_gone(5)

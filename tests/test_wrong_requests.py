@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, before_each, environment, free_port, pipeline, quick
+from harness import SMALL, Job, MakeJob, before_each, environment, free_port, pipeline, quick
 from place import SMALL as IMAGES
 from place import Place
 
@@ -323,10 +323,10 @@ def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path, full
         assert "forcefully" not in result.err, "torchrun kills no rank: all have exited"
 
 
-def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", *SMALL, f"data.root={digits}", "train.max_steps=2", "run.resume=never"]
+def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(job: MakeJob) -> None:
     fail = ("from pipeline.errors import StorageError", "raise StorageError('the disk is full', 'make room')")
     prelude = before_each("pipeline.operate.start.set_aside", *fail)
-    result = Job(tmp_path / "run", words, nproc=2, prelude=prelude).run_in_forks(code=4)
+    run = job("train.max_steps=2", "run.resume=never", nproc=2, prelude=prelude)
+    result = run.run_in_forks(code=4)
     assert result.err.count("the disk is full") == 1, "all ranks raise it, one prints it"
     assert "Traceback" not in result.err

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, before_each, children, command_line, kill
+from harness import SMALL, Job, before_each, kill
 
 from pipeline.guards import watchdog
 from pipeline.record.checkpoint_files import newest_verified, step_of
@@ -38,8 +38,7 @@ def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run(tmp_path: P
     time.sleep(LIMIT + 14)  # the length of the pause
     run.send(signal.SIGCONT)
     run.wait_for_step(run.step() + 5)
-    workers = [pid for pid in children(run.ranks()[0]) if "pipeline train" in command_line(pid)]
-    kill(workers[0], signal.SIGSTOP)
+    kill(run.workers(run.ranks()[0])[0], signal.SIGSTOP)
     result = run.wait(LIMIT + 60, code=1)
     run.wait_gone(3)
     stacks = run.folder / "hang-rank-0.txt"

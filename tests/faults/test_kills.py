@@ -15,19 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from harness import (
-    SLOW,
-    SMALL,
-    Job,
-    assert_each_sample_once,
-    assert_same,
-    before_each,
-    children,
-    command_line,
-    environment,
-    kill,
-    wait_until,
-)
+from harness import SLOW, SMALL, Job, assert_same, before_each, environment, kill, wait_until
 
 from faults.ledger import Notes
 
@@ -88,7 +76,7 @@ def _inject(run: Job, kind: str, draw: random.Random) -> float:
         case "one rank":
             victims = [draw.choice(ranks)]
         case "loader worker":
-            victims = [draw.choice([p for p in children(draw.choice(ranks)) if " train " in command_line(p)])]
+            victims = [draw.choice(run.workers(draw.choice(ranks)))]
         case "save after SIGTERM":
             kill(draw.choice(ranks), signal.SIGTERM)
             run.wait_until(run.is_saving, "save", pause=0.0002)
@@ -160,7 +148,7 @@ def test_a_run_resumed_at_another_world_size_has_the_same_samples(tmp_path: Path
     run.nproc = 1
     result = run.run(code=0)
     assert "resuming with 1 process instead of 3" in result.err
-    assert_each_sample_once(run.trace(), 48)
+    run.assert_each_sample_once()
     assert run.trace() == expected.trace()
     assert result.done["weights"] not in expected.output(), "only exact mode promises the same weights"
     # of a step that was trained again, the last row counts

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
-from harness import SLOW, Job, assert_same, before_each, children, command_line, kill, quick, wait_until
+from harness import SLOW, Job, assert_same, before_each, command_line, kill, quick, wait_until
 
 from faults.ledger import Notes
 from pipeline.errors import RunError, TemporaryError
@@ -70,7 +70,7 @@ def test_a_closed_terminal_stops_a_run_and_saves_its_step(tmp_path: Path, digits
 def test_signals_to_loader_workers_or_again_do_not_break_the_save(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "train.epochs=100", nproc=1).start()
     run.wait_for_step(5)
-    workers = [pid for pid in children(run.ranks()[0]) if " train " in command_line(pid)]
+    workers = run.workers(run.ranks()[0])
     assert workers
     for pid in workers:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
