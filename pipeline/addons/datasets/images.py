@@ -144,10 +144,7 @@ def _decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | 
 
 
 def _decode_with_simplejpeg(data: bytes | bytearray, scan: int) -> Tensor:
-    """Decode a JPEG whose entropy-coded bytes begin at `scan`.
-
-    Raises ValueError or KeyError for what is left to Pillow: odd or damaged files.
-    """
+    """Decode a JPEG, coded from `scan`. Raises ValueError or KeyError for odd or damaged files."""
     height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
     _check(data, height, width)
     if colours in ("CMYK", "YCCK"):

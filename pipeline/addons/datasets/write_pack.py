@@ -124,10 +124,7 @@ def pack_source(source: Source, out: Path | Store, level: Level, workers: int | 
 
 
 def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> bool:
-    """Write the request, unless an earlier start has. Return True if the pack is complete.
-
-    Raises RequestError if `out` holds anything but this pack.
-    """
+    """Write the request, unless an earlier start has. Return True if the pack is complete."""
     is_empty = target.is_empty()  # first, because another start may write here from now on
     # in this order, because a start that ends writes the summary, then removes the request
     names = REQUEST, SUMMARY

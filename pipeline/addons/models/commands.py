@@ -90,5 +90,5 @@ def _export(options: argparse.Namespace) -> Any:
     inputs.check_target(target)
     inputs.check_output(options.out)
     pixels = options.pixels or options.to == "safetensors"
-    words = options.to, options.out, options.overrides
-    return addon("models.export").export(target, *words, takes_pixels=pixels)
+    words = options.overrides
+    return addon("models.export").export(target, options.to, options.out, words, takes_pixels=pixels)
