@@ -1,9 +1,9 @@
 """The process group of a run, and all its collectives except those on gradients.
 
 Promise: every decision is collective. A process never stops, fails or saves because of something
-that only it knows: it passes a flag to `any_rank` or to the loss guard, and all processes act at
-the same step. Sums of integers are exact at any world size. Values on the host travel over
-gloo, so that no collective here waits for a GPU's stream. A strategy exchanges the gradients.
+that only it knows: it tells `any_rank` or the loss guard, and all processes act at the same step.
+Sums of integers are exact at any world size. Values on the host travel over gloo, so that no
+collective here waits for a GPU's stream. A strategy exchanges the gradients.
 """
 
 import os

@@ -23,8 +23,7 @@ from pipeline.errors import NotFiniteError
 from pipeline.parallel.strategy import Strategy
 from pipeline.timing import StepTimer
 
-Agreed = tuple[bool, list[Defect]]
-"""A process is asked to stop; the bad images of all processes."""
+Agreed = tuple[bool, list[Defect]]  # a process is asked to stop; the bad images of all processes
 
 
 class LossGuard:
