@@ -37,6 +37,7 @@ def test_waiting_for_a_job_on_a_cluster_also_ends_when_it_fails(tmp_path: Path) 
     text = (DOCS / "kubernetes.md").read_text()
     assert not re.search(r"kubectl wait.* job/", text), "it knows one end only"
     end, loops = "FailureTarget Failed", re.findall(r"^until kubectl get job .*$", text, re.MULTILINE)
+    assert len(loops) == 2
     for loop in loops:
         (tmp_path / "answers").write_text(f"\n \n0 Suspended\n{end} \nnot asked\n")
         program = "kubectl() { sed -n 1p answers; sed -i 1d answers; }; sleep() { :; }; "
