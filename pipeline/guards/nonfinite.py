@@ -9,8 +9,7 @@ hosts. So the device checks the loss: its flag is summed over the processes on i
 optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the
 host reads it one step later, as it does the other flags, which travel between the hosts meanwhile
 (that exchange also fails at once if a process dies). An optimizer that is not fused (SGD on sharded
-weights, LAMB, Muon) makes the update. Nothing leaves the process before `sync` has asked about the
-last step: no result of a bad update is ever seen.
+weights, LAMB, Muon) makes the update. Nothing leaves the process before `sync` has asked for them.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +35,9 @@ class LossGuard:
         self._batches: list[Batch] = []
 
     def agree(self, step: int, loss: Tensor, batches: list[Batch], *, is_asked: bool) -> Agreed:
-        """Return what the processes agree on after the backward passes, here or a step before.
+        """Return what the processes agree on after a step's backward passes; on a GPU, the last's.
 
+        is_asked: this process is asked to stop.
         Raises in all processes NotFiniteError if a loss is bad, OutageError if images are missing.
         """
         known = self._keep(step, loss, batches)

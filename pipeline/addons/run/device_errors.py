@@ -18,7 +18,7 @@ _OF_HARDWARE = re.compile("ECC|[Nn][Vv][Ll]ink|hardware|unspecified launch failu
 
 
 def explain(error: Exception, job: Job, group: Group, first_step: int, step: int) -> RunError | None:
-    """Return what an error means to the user, or None.
+    """Return the error that names the cause and what to do, or None if neither is known.
 
     first_step: that of this start; step: at which the error was raised.
     """
@@ -31,7 +31,7 @@ def explain(error: Exception, job: Job, group: Group, first_step: int, step: int
     folder, name = job.folder.path, f"cuda-errors-rank-{group.rank}.txt"
     job.folder.check_ours()
     before = ""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: a file that is not text
         # of all ranks: after a restart another rank may have this GPU
         before = "".join(path.read_text(encoding="utf-8") for path in folder.glob("cuda-errors-rank-*.txt"))
         with open(folder / name, "a", encoding="utf-8") as file:
