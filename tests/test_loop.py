@@ -27,8 +27,9 @@ from pipeline.model.loss import Targets, classification_loss
 from pipeline.record.checkpoint import copy_to_host
 from pipeline.train import loop
 from pipeline.train.evaluation import Evaluation
-from pipeline.train.listener import Evaluated
+from pipeline.train.listener import Evaluated, Listener
 from pipeline.train.loop import Trainer
+from pipeline.train.records import Records
 
 SMALL = ("model.arch=shufflenet_v2_x0_5", "batch.global=24", "schedule.warmup=0")
 
@@ -131,6 +132,16 @@ def test_which_steps_are_saved(digits: Path, monkeypatch: pytest.MonkeyPatch, fi
     assert saved == [3, 4, 8, 9, 10]
 
 
+class Reports(Listener):
+    """Keeps each report's step, loss and learning rate."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[float, ...]] = []
+
+    def reported(self, step: int, metrics: dict[str, float], best: Evaluation | None) -> None:
+        self.rows.append((step, metrics["train/loss"], metrics["train/lr"]))
+
+
 class Run:
     """A run on the CPU that trains on one batch with LossGuard or DeviceLossGuard."""
 
@@ -198,6 +209,24 @@ def test_the_device_guard_tells_of_bad_images_and_of_an_outage_one_step_later(di
     loop.update_once(trainer, iter([run.batch._replace(outage=OutageError("the data is away"))]))
     with pytest.raises(OutageError, match="the data is away"):
         loop.update_once(trainer, iter(()))  # it waits for no other batch
+
+
+def test_a_report_that_is_made_a_step_later_says_the_same(digits: Path) -> None:
+    runs = Run(digits), Run(digits, on_device=True)
+    runs[1].trainer.metrics.is_late = True  # as on a GPU
+    told = [Reports(), Reports()]
+    for run, reports in zip(runs, told, strict=True):
+        run.trainer.records = Records([reports])
+        for step in (1, 2, 3):
+            loop.update_once(run.trainer, iter([run.batch]))
+            assert len(reports.rows) == step - (run is runs[1])
+        loop.save(run.trainer, is_last=True)
+        assert len(reports.rows) == 3, "a checkpoint has no totals that are reported again"
+        assert not run.state.totals.any()
+        loop.update_once(run.trainer, iter([run.batch]))
+        loop.evaluate(run.trainer)
+    assert told[0].rows == told[1].rows
+    assert [step for step, *_ in told[0].rows] == [1, 2, 3, 4]
 
 
 def test_the_device_guard_does_not_change_finite_steps(digits: Path) -> None:

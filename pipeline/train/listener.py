@@ -31,8 +31,6 @@ class Update:
     epoch: int
     sample_ids: list[int] = field(default_factory=list)  # of the global batch, in order, if `run.trace`
     batch_sha256: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)  # of the steps since the last report, if due
-    best: Evaluation | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,9 @@ class Listener:
 
     def stepped(self, update: Update) -> None:
         """Handle an update of the weights."""
+
+    def reported(self, step: int, metrics: dict[str, float], best: Evaluation | None) -> None:
+        """Handle the metrics of the steps since the last report. On a GPU, `stepped` is ahead."""
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Handle the seconds of an epoch, by what they were spent on."""

@@ -112,10 +112,10 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     with timer.charge("tracking"):
         # rank 0 alone has listeners, but all processes take part in the sums that they write
         ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
-        metrics = trainer.metrics.after_update(state)
-        update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest, metrics, state.best)
+        update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest)
         for listener in trainer.records.listeners:
             listener.stepped(update)
+        _report(trainer, trainer.metrics.after_update(state))
     if plan.watch_every and state.step % plan.watch_every == 0:
         trainer.divergence.compare(state.step)
     return is_stopping
@@ -127,6 +127,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
     with process.timer.charge("validation"):
         step = state.confirm_step()
         trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
+        _report(trainer, trainer.metrics.report(state))
         state.strategy.broadcast_buffers(state.eval_model)
         result: Evaluated | None = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
@@ -154,6 +155,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     state, job, group = trainer.state, trainer.job, trainer.process.group
     writer = trainer.records.checkpoints  # None on ranks other than 0
     _record_bad_images(trainer, state.loss_guard.sync())
+    _report(trainer, trainer.metrics.report(state))  # its totals must not be reported again
     step = state.step
     trainer.divergence.compare(step)
     for model in filter(None, (state.model, state.ema)):
@@ -188,6 +190,12 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
                 failure = TemporaryError("asked to stop", unsaved)
     if is_last:
         group.raise_together(failure)
+
+
+def _report(trainer: Trainer, due: tuple[int, dict[str, float]] | None) -> None:
+    if due:
+        for listener in trainer.records.listeners:
+            listener.reported(*due, trainer.state.best)
 
 
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:

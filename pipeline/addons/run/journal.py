@@ -9,6 +9,7 @@ from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, JsonLines, events, final_status, read
 from pipeline.supervision import launch_id
+from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Start, Update
 
@@ -46,9 +47,8 @@ class ToJournal(Listener):
         for bad in bad_images:
             self._event("bad image", id=bad.id, file=bad.name, defect=bad.reason)
 
-    def stepped(self, update: Update) -> None:
-        if update.metrics:
-            self.measured(update.step, update.metrics)
+    def reported(self, step: int, metrics: dict[str, float], best: Evaluation | None) -> None:
+        self.measured(step, metrics)
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         self._folder.check_ours()

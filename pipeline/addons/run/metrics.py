@@ -2,7 +2,8 @@
 
 Sums over processes are made only when a report is due; between two reports everything stays on the
 device. The totals of a report are part of the state, so a run that resumes between two reports
-reports the same numbers.
+reports the same numbers. On a GPU they are read one step later: the host would wait for the device,
+which would then have nothing to do until the host has queued the next step.
 """
 
 import os
@@ -21,6 +22,9 @@ from pipeline.train.evaluation import LOSS_UNIT
 from pipeline.train.job import Job, Process
 from pipeline.train.state import TrainState
 
+Report = tuple[int, dict[str, float]]
+"""A step, and the metrics of the steps since the last report."""
+
 
 class Metrics:
     """Computes the metrics of training. All processes call it together."""
@@ -31,6 +35,12 @@ class Metrics:
         self._mfu = MfuMeter(job.config, job.plan, process.group)
         self._pop_failed_reads = addon("store.ranges").pop_failures if job.config.is_in_store else list
         self._has_new_steps = False
+        self.is_late = is_cuda = process.group.device.type == "cuda"
+        """A report is made one step later."""
+        self._due = 0  # the step of a report that is not made yet
+        # pinned, and blocking: see `DeviceLossGuard`
+        self._totals = torch.zeros(3, dtype=torch.int64, pin_memory=is_cuda)
+        self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
         self._timer.pop()  # the time before this is not training
         self._stragglers = StragglerWatch(strategy, process.timer, process.terminal.log)
         self.restart_window()
@@ -40,20 +50,36 @@ class Metrics:
         self._start, self._waited, self._steps = time.perf_counter(), self._timer.spent_on("data"), 0
         self._cpu = sum(os.times()[:2])
 
-    def after_update(self, state: TrainState) -> dict[str, float]:
-        """Return the metrics of the steps since the last report, or {} if none is due."""
+    def after_update(self, state: TrainState) -> Report | None:
+        """Count an update, and return the report that is due."""
+        report = self.report(state)  # of the step before
         self._steps += 1
         self._has_new_steps = True
-        if not self._plan.logs_at(state.step):
-            return {}
-        step = state.confirm_step()
-        totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
+        if self._plan.logs_at(state.step):
+            self._due = state.step
+            self._totals.copy_(state.totals, non_blocking=True)
+            if self._copied:
+                self._copied.record()
+            state.totals.zero_()
+        return report if self.is_late else self.report(state)
+
+    def report(self, state: TrainState) -> Report | None:
+        """Return the report that is due, and its step, once its loss is known to be finite.
+
+        Raises as `TrainState.confirm_step`, which has already confirmed all steps but the latest.
+        """
+        if not self._due:
+            return None
+        step, self._due = self._due, 0
+        if step == state.step:
+            state.confirm_step()
+        if self._copied:
+            self._copied.synchronize()  # so the device's work until there is in the time
         elapsed = max(1e-9, time.perf_counter() - self._start)
         failed_reads = torch.tensor(self._pop_failed_reads(), dtype=torch.int64)
-        parts = [totals, failed_reads, self._stragglers.pop_times(), self._machine(elapsed).flatten()]
+        parts = [self._totals, failed_reads, self._stragglers.pop_times(), self._machine(elapsed).flatten()]
         sums = torch.split(self._group.all_reduce(torch.cat(parts)), [len(part) for part in parts])
         (loss, correct, images), failed, times, machines = (total.tolist() for total in sums)
-        state.totals.zero_()
         images_per_s = self._steps * self._plan.global_batch / elapsed
         metrics = {
             "train/loss": loss / LOSS_UNIT / images,
@@ -69,7 +95,7 @@ class Metrics:
             **_by_machine(self._group.hosts, machines),
         }
         self.restart_window()
-        return metrics
+        return step, metrics
 
     def end_of_epoch(self, step: int) -> dict[str, float]:
         """Return where the time went, at the end of an epoch and of the run; {} at other steps."""

@@ -12,6 +12,7 @@ from pipeline.errors import BadImage
 from pipeline.lazy import addon
 from pipeline.record.terminal import Terminal
 from pipeline.supervision import process_stat
+from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Update
 
@@ -33,8 +34,6 @@ class ToTerminal(Listener):
             started = int(process_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
             seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - started  # imports included
             self._terminal.log(f"first step done {seconds:.1f} s after the start")
-        if update.metrics:
-            self._show_progress(update)
 
     def evaluated(self, result: Evaluated) -> None:
         note = " (best)" if result.is_best else ""
@@ -62,17 +61,17 @@ class ToTerminal(Listener):
         for name, text in rows.items():
             self._terminal.log(f"  {name:<{width}}  {text}")
 
-    def _show_progress(self, update: Update) -> None:
-        plan, step, metrics = self._job.plan, update.step, update.metrics
+    def reported(self, step: int, metrics: dict[str, float], best: Evaluation | None) -> None:
+        plan = self._job.plan
         epochs = math.ceil(plan.last_step / plan.steps_per_epoch)
         seconds_left = (plan.last_step - step) * metrics["time/step_ms"] / 1000
         parts = [
             f"{step / plan.last_step:4.0%}",
-            f"epoch {update.epoch + 1}/{epochs}",
+            f"epoch {plan.epoch_at(step - 1) + 1}/{epochs}",
             f"step {step:,}/{plan.last_step:,}",
             f"loss {metrics['train/loss']:.4f}",
             f"{format_duration(seconds_left)} left",
-            f"best {update.best.headline}" if update.best else "",
+            f"best {best.headline}" if best else "",
             f"{metrics['time/images_per_s']:,.0f} images/s",
             f"lr {metrics['train/lr']:.3g}",
             f"waiting for data {metrics['time/waiting_for_data']:.0%}",
