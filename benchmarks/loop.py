@@ -32,7 +32,6 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.addons.datasets.sources import open_source
-from pipeline.addons.models.compilation import compile_mode
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -148,7 +147,8 @@ def plain_step(setup: Setup, batch: Batch, script: str = "") -> Callable[[], Non
     config, plan, device = setup.config, setup.plan, setup.group.device
     options, precision = config.optimizer, config.train.precision
     model = build(config.model, plan.num_classes).to(device)
-    network = torch.compile(model, dynamic=False, mode=compile_mode(config.train)) if plan.compiles else model
+    mode = "reduce-overhead" if config.train.compile == "reduce-overhead" else None
+    network = torch.compile(model, dynamic=False, mode=mode) if plan.compiles else model
     optimizer = torch.optim.SGD(
         model.parameters(), options.lr, options.momentum,
         weight_decay=options.weight_decay, nesterov=options.nesterov,

@@ -129,12 +129,30 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None: ...
 
 
+class FakeGraph:
+    """A CUDA graph, and the context in which it is recorded: nothing may come from the host."""
+
+    is_recording = False
+    replays = 0
+
+    def __enter__(self) -> None:
+        FakeGraph.is_recording = True
+
+    def __exit__(self, *error: object) -> None:
+        FakeGraph.is_recording = False
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+
+
 def install() -> None:
     """Replace what torch.cuda cannot do without a GPU, in this process."""
     torch.autograd.set_multithreading_enabled(False)
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     for module in (torch.cuda, torch.cuda.streams):
         module.Event, module.Stream = FakeEvent, FakeStream  # type: ignore[misc, assignment]
+    torch.cuda.CUDAGraph = FakeGraph  # type: ignore[misc, assignment]
+    torch.cuda.graph = lambda graph, **_: graph  # type: ignore[misc, assignment]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment, misc]
     torch.cuda.current_stream = FakeStream  # type: ignore[assignment]
@@ -143,7 +161,8 @@ def install() -> None:
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"  # type: ignore[assignment]
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
-    torch.library.impl("aten::_fused_sgd_", "Meta")(lambda *args, **kwargs: None)
+    for overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adamw_.tensor_lr"):
+        torch.library.impl(f"aten::{overload}", "Meta")(lambda *args, **kwargs: None)
 
 
 def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
@@ -155,7 +174,9 @@ def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
         other, asynchronous = args[1].device, asynchronous or (len(args) > 2 and args[2])
     else:
         return False
-    return args[0].device.type != other.type and not asynchronous
+    is_between = args[0].device.type != other.type
+    assert not (is_between and FakeGraph.is_recording), "a graph would hold values of the host"
+    return is_between and not asynchronous
 
 
 def _check_layouts(weights: list[Tensor], *gradients_and_moments: list[Tensor]) -> None:

@@ -93,7 +93,7 @@ def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
         step.apply_gradients()
     state.model.eval()
     with torch.inference_mode():
-        logits = state.model(step.normalise(step.used[0].images))
+        logits = state.model(state.strategy.normalise(step.used[0].images))
     moments = [value for of in state.optimizer.state.values() for value in of.values()]
     weights = [*state.model.state_dict().values(), *(state.ema.state_dict().values() if state.ema else ())]
     return [loss, logits, *weights, *(value for value in moments if isinstance(value, Tensor)), state.totals]

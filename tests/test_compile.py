@@ -18,15 +18,18 @@ from harness import SMALL, Job, assert_resumes, plan_of
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch._inductor.compile_worker.subproc_pool import SubprocException
 from torch._inductor.exc import InductorError
 
 from pipeline.addons.models.compilation import is_fault_of_machine, missing_to_compile, reason_not_to
 from pipeline.addons.models.functions import meta_model
 from pipeline.config.load import recipe_names
+from pipeline.config.sections import Model
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.loss import Targets
+from pipeline.model.normalise import Normalise
 from pipeline.parallel.ddp import DDPStrategy
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import DataSize, Plan
@@ -68,13 +71,28 @@ def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, words: list[str], mo
 
 @needs_compiler
 @pytest.mark.full
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_pixels_are_converted_to_the_same_bits_by_one_kernel(channels_last: bool) -> None:
+    images = torch.randint(256, (4, 24, 24, 3), dtype=torch.uint8).permute(0, 3, 1, 2)  # as the loader's
+    metrics.generated_kernel_count = 0
+    plain, compiled = (
+        Normalise(torch.device("cpu"), Model(channels_last=channels_last), compiles=compiles)(images)
+        for compiles in (False, True)
+    )
+    assert metrics.generated_kernel_count == 1
+    assert torch.equal(plain, compiled)
+    assert plain.stride() == compiled.stride()
+
+
+@needs_compiler
+@pytest.mark.full
 def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, words: list[str]) -> None:
     words += ["run.timeout=5", "train.epochs=2", "batch.global=480", "augment.first_size=32",
               "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
     slow = ("print('compiling', flush=True)", "time.sleep(7 * int(os.environ['RANK']))", "return graph")
     prelude = compile_with(*slow) + "from pipeline.operate import start\nstart._MARGIN_S = 1\n"
     run = Job(tmp_path / "run", words, nproc=2, prelude=prelude).finished()
-    assert run.output().count("compiling") == 8, "each rank, two parts of the model at two sizes"
+    assert run.output().count("compiling") == 12, "each rank, pixels and two parts of the model at two sizes"
 
 
 @needs_compiler
@@ -111,7 +129,8 @@ def test_a_rank_that_cannot_compile_ends_the_others(tmp_path: Path, words: list[
     ("recipe", "pass_s", "queued_s", "reason"),
     [("imagenette", 0.025, 0.01, "it would save about 11 s and take 60 s"), ("resnet50-fast", 1.2, 0.02, ""),
      ("resnet50-fast", 0.15, 0.02, "it would save about 112 s and take 120 s"),
-     ("resnet50-90", 0.05, 0.049, "the GPU waits for Python, which starts the kernels")],
+     ("resnet50-90", 0.05, 0.049,
+      "the GPU waits for Python, which starts the kernels; try train.compile=reduce-overhead")],
 )  # fmt: skip
 def test_a_model_is_compiled_if_that_repays(recipe: str, pass_s: float, queued_s: float, reason: str) -> None:
     size = DataSize(9469, 3925, 10) if recipe == "imagenette" else DataSize(1_281_167, 50_000, 1000)

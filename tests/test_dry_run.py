@@ -71,6 +71,10 @@ CASES = {f"recipe {name}": Case(name, GPUS) for name in recipe_names()} | {
     **{f"precision {name}": Case(f"digits train.precision={name}") for name in ("fp32", "tf32", "bf16")},
     "precision fp16": Case("digits train.precision=fp16 train.clip=1 optimizer.name=adamw"),
     "compilation that does not repay": Case("digits train.compile=auto"),
+    "graph": Case(
+        "digits train.compile=reduce-overhead augment.mixup=0.2 train.ema=0.9 train.clip=1"
+        " train.class_weights=balanced train.precision=fp16 optimizer.name=adamw"
+    ),
     "mixed": Case("digits augment.mixup=0.2 augment.cutmix=1 train.loss=bce model.channels_last=true"),
     "frozen": Case("digits model.init=DEFAULT model.freeze=backbone train.precision=fp16"),
     "ddp": Case("digits batch.accumulate=2 train.ema=0.99 train.clip=1 train.exchange=bf16", GPUS),
@@ -85,7 +89,7 @@ CASES = {f"recipe {name}": Case(name, GPUS) for name in recipe_names()} | {
     "muon": Case("digits optimizer.name=muon"),
 }
 QUICK = {
-    "recipe digits", "precision fp16", "compilation that does not repay", "mixed",
+    "recipe digits", "precision fp16", "graph", "compilation that does not repay", "mixed",
     "frozen", "ddp", "fsdp", "resident", "exact", "muon",
 }  # fmt: skip
 """The cases that run without --full: each strategy, and each way in which an update may differ."""
@@ -150,12 +154,15 @@ def run(case: Case, updates: list[str], evaluation: list[str]) -> None:
                 loop.update_once(trainer, stream)
         loop.update_once(trainer, stream)  # after which a comparison of the weights is due
         loop.save(trainer, is_last=True)
+        assert fake_cuda.FakeGraph.replays == (UPDATES if "reduce-overhead" in case.request else 0)
+        fake_cuda.FakeGraph.replays = 0
 
 
 def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     fake_cuda.install()
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
     ddp.DistributedDataParallel = LocalDDP  # type: ignore[misc, assignment]
     loader.pin_batch = lambda batch: batch  # a tensor of the host cannot be pinned without a GPU
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPUS)

@@ -188,7 +188,7 @@ def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits:
     for reader in (
         lambda: run.state.confirm_step(),
         lambda: run.state.to_dict(run.state.totals),
-        lambda: run.trainer.metrics.after_update(run.state),
+        lambda: run.trainer.metrics.after_update(run.state, []),
         lambda: loop.evaluate(run.trainer),
         lambda: loop.save(run.trainer, is_last=True),
     ):

@@ -286,8 +286,8 @@ class Train(Section):
     fp32 weights; fp16 scales the loss, and all processes skip a step whose gradient overflows."""
     compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
     """Compile the model with torch.compile. auto: on a GPU, unless the run is deterministic or
-    timed passes say that it does not repay. reduce-overhead: record CUDA graphs, too, for small
-    models that keep a GPU waiting for Python; one process, one image size, one pass per update."""
+    timed passes say that it does not repay. reduce-overhead: also record each update as one CUDA
+    graph, for small models that keep a GPU waiting for Python; one process, image size and pass."""
     gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(alias="exchange")] = "fp32"
     """Precision in which DDP exchanges gradients. bf16 halves the traffic and rounds each one."""
     loss: Literal["ce", "bce"] = "ce"

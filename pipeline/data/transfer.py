@@ -59,19 +59,15 @@ def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
                 **{name: getattr(batch, name).to(device, non_blocking=True) for name in _MOVED}
             )
             copied = stream.record_event()
-        yield _ready(moved, copied)
+        current = torch.cuda.current_stream()
+        current.wait_event(copied)
+        for name in _MOVED:
+            # else the copying stream, which owns the memory, could reuse it too early
+            getattr(moved, name).record_stream(current)
+        yield moved
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the device's stream for copies: torch reuses freed memory only on the same stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _ready(batch: Batch, copied: torch.cuda.Event) -> Batch:
-    current = torch.cuda.current_stream()
-    current.wait_event(copied)
-    for tensor in (batch.images, batch.labels, batch.mix):
-        # else the copying stream, which owns the memory, could reuse it too early
-        tensor.record_stream(current)
-    return batch

@@ -100,7 +100,8 @@ class DeviceLossGuard(LossGuard):
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
         self._exchange: Callable[[], tuple[bool, ...]] = lambda: (False, False, False)
 
-    def agree(self, step: int, loss: Tensor, batches: list[Batch], *, is_asked: bool) -> Agreed:
+    def check(self, loss: Tensor) -> None:
+        """Have the device find out if a loss is bad, in any process."""
         is_bad = (loss - loss).ne(0)  # not finite; two kernels in place of the four of isfinite
         overflow = self._strategy.has_overflow()
         if isinstance(overflow, Tensor):
@@ -109,6 +110,9 @@ class DeviceLossGuard(LossGuard):
         if summing := self._strategy.group.all_reduce_async(ranks):
             summing.wait()  # the stream waits, the host does not
         self._is_bad.copy_(ranks).clamp_(max=1)
+
+    def agree(self, step: int, loss: Tensor, batches: list[Batch], *, is_asked: bool) -> Agreed:
+        self.check(loss)
         before = self._decide(self._read())
         self._flag.copy_(self._is_bad, non_blocking=True)
         if self._copied:

@@ -20,14 +20,18 @@ def mean_and_std(options: Model) -> tuple[Tensor, Tensor]:
 class Normalise:
     """Runs on the device, so that images are transferred as bytes and not as floats."""
 
-    def __init__(self, device: torch.device, options: Model) -> None:
+    def __init__(self, device: torch.device, options: Model, *, compiles: bool = False) -> None:
+        """compiles: with one kernel in place of three, at the first call with each image size."""
         mean, std = mean_and_std(options)
         self._device = device
         self._mean = mean.to(device)
         self._scale = 1 / std.to(device)
         self._format = torch.channels_last if options.channels_last else torch.contiguous_format
+        self._convert = torch.compile(self._to_floats, dynamic=False) if compiles else self._to_floats
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return float32 images on the device. images: [B, 3, H, W] uint8, on any device."""
-        images = images.to(self._device, non_blocking=True)
+        return self._convert(images.to(self._device, non_blocking=True))
+
+    def _to_floats(self, images: Tensor) -> Tensor:
         return images.to(torch.float32, memory_format=self._format).sub_(self._mean).mul_(self._scale)

@@ -12,6 +12,7 @@ from pipeline.group import Group
 from pipeline.lazy import addon
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss
+from pipeline.model.normalise import Normalise
 from pipeline.plan import Plan
 
 
@@ -34,6 +35,7 @@ class Strategy:
         self.teacher: Any = None  # with model.teacher: `addons.models.teacher.Teacher`
         self.warms_up = plan.compiles
         """The first pass of a process differs from later ones, so it is discarded."""
+        self.normalise = Normalise(group.device, config.model, compiles=plan.compiles)
         self._run_model = self._compiled(model, plan)
 
     def forward_backward(self, micro: int, pixels: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
@@ -114,7 +116,7 @@ class Strategy:
         if not plan.compiles:
             return module
         compiled_model = addon("models.compilation").compiled_model
-        return compiled_model(module, self._options, plan, self.group.world)  # type: ignore[no-any-return]
+        return compiled_model(module, plan, self.group.world)  # type: ignore[no-any-return]
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

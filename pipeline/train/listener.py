@@ -72,7 +72,7 @@ class Listener:
         """Handle an update of the weights."""
 
     def reported(self, step: int, metrics: dict[str, float], best: Evaluation | None) -> None:
-        """Handle the metrics of the steps since the last report. On a GPU, `stepped` is ahead."""
+        """Handle the metrics of the steps since the last report; on a GPU, a step later."""
 
     def measured(self, step: int, metrics: dict[str, float]) -> None:
         """Handle the seconds of an epoch, by what they were spent on."""

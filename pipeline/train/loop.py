@@ -5,7 +5,6 @@ evaluation evaluates when it resumes, and the end of training is no special case
 the same in all processes: it comes from the plan, the state, the loss guard or `any_rank`.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,7 +30,9 @@ class Trainer:
     def __init__(self, job: Job, process: Process, state: TrainState, records: Records) -> None:
         self.job, self.process, self.state, self.records = job, process, state, records
         config, plan, strategy = job.config, job.plan, state.strategy
-        self.step = Step(config, plan, state, process.timer)
+        is_graph = config.train.compile == "reduce-overhead"
+        kind = addon("models.graph_step").GraphStep if is_graph else Step
+        self.step: Step = kind(config, plan, state, process.timer)
         self.metrics = addon("run.metrics").Metrics(job, process, strategy)
         self.divergence = addon("run.divergence").DivergenceWatch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
@@ -111,11 +112,11 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
         trainer.step.apply_gradients()
     with timer.charge("tracking"):
         # rank 0 alone has listeners, but all processes take part in the sums that they write
-        ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
-        update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest)
+        traced = addon("run.journal").trace(state, used) if trainer.job.config.run.trace else ()
+        update = Update(state.step, plan.epoch_at(state.step - 1), *traced)
         for listener in trainer.records.listeners:
             listener.stepped(update)
-        _report(trainer, trainer.metrics.after_update(state))
+        trainer.metrics.after_update(state, trainer.records.listeners)
     if plan.watch_every and state.step % plan.watch_every == 0:
         trainer.divergence.compare(state.step)
     return is_stopping
@@ -127,7 +128,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
     with process.timer.charge("validation"):
         step = state.confirm_step()
         trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
-        _report(trainer, trainer.metrics.report(state))
+        trainer.metrics.report(state, trainer.records.listeners)
         state.strategy.broadcast_buffers(state.eval_model)
         result: Evaluated | None = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
@@ -155,7 +156,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     state, job, group = trainer.state, trainer.job, trainer.process.group
     writer = trainer.records.checkpoints  # None on ranks other than 0
     _record_bad_images(trainer, state.loss_guard.sync())
-    _report(trainer, trainer.metrics.report(state))  # its totals must not be reported again
+    trainer.metrics.report(state, trainer.records.listeners)  # totals must not be reported again
     step = state.step
     trainer.divergence.compare(step)
     for model in filter(None, (state.model, state.ema)):
@@ -184,29 +185,10 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         if is_last and writer.failures:
             failure = writer.error(f"the last checkpoint, of step {step}, could not be saved")
             if is_stopping and not writer.is_folder_removed:
-                unsaved = (
-                    f"step {step} could not be saved, the same command resumes from the newest checkpoint"
-                )
-                failure = TemporaryError("asked to stop", unsaved)
+                remedy = "the same command resumes from the newest checkpoint"
+                failure = TemporaryError("asked to stop", f"step {step} could not be saved, {remedy}")
     if is_last:
         group.raise_together(failure)
-
-
-def _report(trainer: Trainer, due: tuple[int, dict[str, float]] | None) -> None:
-    if due:
-        for listener in trainer.records.listeners:
-            listener.reported(*due, trainer.state.best)
-
-
-def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:
-    """Return the sample ids of the last update in global order, and one digest over all samples."""
-    trainer.state.confirm_step()  # nothing of a step whose loss is bad is recorded
-    by_rank = trainer.process.group.all_gather(
-        [(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used]
-    )
-    passes = [ids_and_digests for of_rank in by_rank for ids_and_digests in of_rank]
-    digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
-    return [sample for ids, _ in passes for sample in ids], digest
 
 
 def _record_bad_images(trainer: Trainer, defects: list[Defect]) -> None:

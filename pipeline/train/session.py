@@ -25,7 +25,6 @@ from pipeline.group import is_peer_failure
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.lazy import addon
 from pipeline.model.architectures import build
-from pipeline.model.normalise import Normalise
 from pipeline.model.weights import load_weights
 from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import Strategy
@@ -86,10 +85,9 @@ def build_state(
     if group.device.type == "cuda" and config.parallel == "ddp":
         watchdog.beat()
         plan = addon("models.memory").fit_passes(config, plan, group, model, log)
-    normalise = Normalise(group.device, config.model)
     if plan.compiles and config.train.compile == "auto":
         eager = Strategy(config, replace(plan, compiles=False), model, group)
-        run_pass = partial(warm_up, eager, normalise, process.timer, plan)
+        run_pass = partial(warm_up, eager, process.timer, plan)
         plan = addon("models.compilation").compile_if_it_repays(plan, group, model, run_pass, log)
     strategy = choose_strategy(config, plan, model, group)
     strategy.teacher = teacher
@@ -104,10 +102,10 @@ def build_state(
             if plan.compiles:
                 log("compiling, which takes a minute or so ...")
                 # a process that cannot compile would leave the others waiting for its gradients
-                run_pass = partial(warm_up, strategy, normalise, process.timer, plan, is_synced=False)
+                run_pass = partial(warm_up, strategy, process.timer, plan, is_synced=False)
                 compile_model = addon("models.compilation").compile_model
                 group.raise_together(compile_model(config.model.arch, run_pass, process.stop))
-            warm_up(strategy, normalise, process.timer, plan)
+            warm_up(strategy, process.timer, plan)
         load_weights(model, before)
     return replace(job, plan=plan), state
 

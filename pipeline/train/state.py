@@ -77,11 +77,10 @@ class TrainState:
     def add_to_totals(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a pass to the totals. loss: [] mean, logits: [B, classes], labels: see `Batch`."""
         images = len(labels)
-        self.totals[0] += (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
+        units = (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
         several = labels.ndim == 2  # all labels of an image must then be right
         is_right = ((logits >= 0) == (labels > 0)).all(1) if several else logits.argmax(1) == labels
-        self.totals[1] += is_right.sum()
-        self.totals[2] += images
+        self.totals += torch.stack([units, is_right.sum(), torch.full_like(units, images)])
 
     def add_evaluation(self, evaluation: Evaluation) -> bool:
         """Keep an evaluation. Return True if it is the best so far.

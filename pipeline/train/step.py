@@ -17,7 +17,6 @@ from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_p
 from pipeline.lazy import addon
 from pipeline.model.ema import MovingAverage
 from pipeline.model.loss import Targets
-from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
@@ -30,12 +29,11 @@ class Step:
 
     def __init__(self, config: Config, plan: Plan, state: TrainState, timer: StepTimer) -> None:
         self._config, self._plan, self._state, self._timer = config, plan, state, timer
-        self.normalise = Normalise(state.strategy.group.device, config.model)
         self._average: MovingAverage | None = None
         if state.ema is not None and config.train.ema is not None:
             self._average = MovingAverage(state.ema, state.model, config.train.ema)
-        pretrained = addon("models.pretrained")
-        self._frozen = pretrained.FrozenUntil(state.model, config.model.freeze, plan.unfreeze_step)
+        frozen_until = addon("models.pretrained").FrozenUntil
+        self._frozen = frozen_until(state.model, config.model.freeze, plan.unfreeze_step)
         self.used: list[Batch] = []
         """The batches of the current step, which an error names."""
 
@@ -56,14 +54,30 @@ class Step:
             # dropout draws from a generator that is seeded by position: no state of it to save
             seed_network(self._config.run.seed, "network", state.step, group.rank * passes + micro)
             with self._timer.charge("forward_backward"):
-                # gradients add up over the passes; only the last one exchanges them
-                loss, logits = run_pass(state.strategy, self.normalise, self._timer, micro, batch)
-            state.add_to_totals(loss, logits, batch.labels)  # stays on the device: reading it would wait
-            losses.append(loss)
+                losses.append(self._run_pass(micro, batch))
         return sum(losses[1:], start=losses[0])
 
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
+        self._set_rates()
+        self._update()
+        self._state.step += 1  # from here on the run is one position further
+        if self._average:
+            self._average.update(self._state.step)
+
+    def _run_pass(self, micro: int, batch: Batch) -> Tensor:
+        """Run a pass and count its images; return its loss, []."""
+        # gradients add up over the passes; only the last one exchanges them
+        loss, logits = run_pass(self._state.strategy, self._timer, micro, batch)
+        self._state.add_to_totals(loss, logits, batch.labels)  # stays on the device: reading it would wait
+        return loss
+
+    def _set_rates(self) -> None:
+        rate = self._plan.learning_rate(self._state.step)  # of the step alone: no scheduler, no state
+        for param_group in self._state.optimizer.param_groups:
+            param_group["lr"] = rate * param_group.get("lr_scale", 1.0)
+
+    def _update(self) -> None:
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
         self._frozen.before_update(state.step)
         # if the loss was bad, a GPU leaves the update out: the host learns of it a step later
@@ -71,42 +85,32 @@ class Step:
         if config.train.clip is not None:
             scaler.unscale_(state.optimizer)  # the norm is that of the true gradient
             state.strategy.clip_gradients(config.train.clip)
-        learning_rate = self._plan.learning_rate(state.step)  # of the step alone: no scheduler, no state
-        for param_group in state.optimizer.param_groups:
-            param_group["lr"] = learning_rate * param_group.get("lr_scale", 1.0)
         scaler.step(state.optimizer)  # optimizer.step(), unless fp16 gradients overflowed
         scaler.update()
         state.optimizer.zero_grad()
-        state.step += 1  # from here on the run is one position further
-        if self._average:
-            self._average.update(state.step)
 
 
-def warm_up(
-    strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan, *, is_synced: bool = True
-) -> None:
+def warm_up(strategy: Strategy, timer: StepTimer, plan: Plan, *, is_synced: bool = True) -> None:
     """Run one discarded pass on blank images. The caller then restores weights and buffers.
 
     is_synced: the processes exchange the gradients, as in the last pass of an update.
     """
-    device, shape = strategy.group.device, (plan.micro_batch, 3, plan.first_size, plan.first_size)
-    images = torch.zeros(shape, dtype=torch.uint8, device=device)
+    device, shape = strategy.group.device, (plan.micro_batch, plan.first_size, plan.first_size, 3)
+    images = torch.zeros(shape, dtype=torch.uint8, device=device).permute(0, 3, 1, 2)  # as the loader's
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
     none = torch.empty((0, MIX_COLUMNS))
     blank = Batch(images, labels, labels, digests=none, mix=none, defects=[])
-    run_pass(strategy, normalise, timer, plan.accumulate - 1 if is_synced else -1, blank)
+    run_pass(strategy, timer, plan.accumulate - 1 if is_synced else -1, blank)
     strategy.model.zero_grad()
 
 
-def run_pass(
-    strategy: Strategy, normalise: Normalise, timer: StepTimer, micro: int, batch: Batch
-) -> tuple[Tensor, Tensor]:
+def run_pass(strategy: Strategy, timer: StepTimer, micro: int, batch: Batch) -> tuple[Tensor, Tensor]:
     """Run one pass, which leaves its gradients for the update.
 
     Return its mean loss and logits, [B, classes]. batch: labels and mix are on the device.
     """
     with timer.charge("copy"):
-        pixels = normalise(batch.images)
+        pixels = strategy.normalise(batch.images)
     targets = Targets(batch.labels)
     if len(batch.mix):
         pixels = mix_images(pixels, batch.mix)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.config.schema import Config
-from pipeline.config.sections import Train
 from pipeline.errors import RequestError, one_line
 from pipeline.guards.signals import StopRequest
 from pipeline.machine import has_gpu
@@ -47,8 +46,7 @@ def compilation(config: Config, world: World) -> tuple[bool, str]:
     if mode == "off":
         return False, "train.compile=off"
     if mode != "auto":
-        # no CUDA graphs with DDP: torch cuts its graphs at the buckets, where CUDA graphs were
-        # skipped (pytorch#139207) or crashed (pytorch#128218)
+        # a CUDA graph of several processes would hold NCCL's work, too: not tested
         needs_one_gpu = mode == "reduce-overhead" and not (has_gpu and world.size == 1)
         needs = "model.batchnorm=local or average" if syncs else missing
         needs = "one process with a GPU" if needs_one_gpu else needs
@@ -76,9 +74,7 @@ def missing_to_compile() -> str:
     return "" if header.exists() else f"Python's headers ({header})"
 
 
-def compiled_model(
-    module: "nn.Module", options: Train, plan: Plan, world: World
-) -> "Callable[[Tensor], Tensor]":
+def compiled_model(module: "nn.Module", plan: Plan, world: World) -> "Callable[[Tensor], Tensor]":
     """Return `module`, to be compiled at its first call with each image size."""
     import torch
     from torch._dynamo import config  # takes a second to import
@@ -92,16 +88,7 @@ def compiled_model(
         # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
         share = max(1, world.cpus // world.local_size)
         inductor.compile_threads = min(inductor.compile_threads or 1, share)
-    return torch.compile(module, dynamic=False, mode=compile_mode(options))
-
-
-def compile_mode(options: Train) -> str | None:
-    """Return the mode of torch.compile that train.compile asks for.
-
-    With CUDA graphs (reduce-overhead), logits and gradients lie in the graphs' memory, which the
-    next pass overwrites. So there is one pass per update, which ends by freeing its gradients.
-    """
-    return options.compile if options.compile == "reduce-overhead" else None
+    return torch.compile(module, dynamic=False)
 
 
 def compile_if_it_repays(
@@ -138,7 +125,9 @@ def reason_not_to(plan: Plan, pass_s: float, queued_s: float) -> str:
     pass_s: seconds of a pass; for the first `queued_s` of them the host starts kernels.
     """
     if queued_s > 0.9 * pass_s:  # compiled, too: a small ResNet was slower on an H100
-        return "the GPU waits for Python, which starts the kernels"
+        is_simple = plan.world == plan.accumulate == len(plan.image_sizes) == 1
+        hint = "; try train.compile=reduce-overhead" if is_simple else ""
+        return f"the GPU waits for Python, which starts the kernels{hint}"
     saved_s = _SAVED * pass_s * plan.accumulate * plan.total_steps
     cost_s = _COST_S * len(plan.image_sizes)
     return f"it would save about {saved_s:.0f} s and take {cost_s} s" if saved_s < cost_s else ""

@@ -76,8 +76,12 @@ _CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
      "set track.uri, or leave track.required out"),
     (lambda c: c.train.compile == "reduce-overhead"
      and (c.augment.first_size not in (None, c.augment.size) or c.batch.accumulate > 1),
-     "train.compile=reduce-overhead records CUDA graphs, which have one image size and one pass per update",
+     "train.compile=reduce-overhead records a CUDA graph, which has one image size and one pass per update",
      "leave it, or augment.first_size and batch.accumulate, out"),
+    (lambda c: c.train.compile == "reduce-overhead"
+     and (c.model.freeze_until or c.optimizer.name not in ("sgd", "adamw")),
+     "train.compile=reduce-overhead needs optimizer.name=sgd or adamw, and no model.freeze_until",
+     "set train.compile=on"),
     # strategies
     (lambda c: c.run.exact and c.parallel != "ddp",
      "run.exact=true needs plain DDP, not parallel={c.parallel}", _ONE_OF_THEM),

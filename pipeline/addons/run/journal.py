@@ -1,9 +1,11 @@
 """The rows of a run's journal, from which most other records can be made again, and its trace."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.data.batch import Batch
 from pipeline.errors import BadImage
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
@@ -12,6 +14,7 @@ from pipeline.supervision import launch_id
 from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Start, Update
+from pipeline.train.state import TrainState
 
 
 def checkpoint_of_step(folder: Path, step: int) -> Path | None:
@@ -87,6 +90,20 @@ class ToJournal(Listener):
 def is_finished(folder: RunFolder) -> bool:
     """Return True if the run's last start finished it and recorded that."""
     return final_status(folder.journal) == "FINISHED"
+
+
+def trace(state: TrainState, used: list[Batch]) -> tuple[list[int], str]:
+    """Return the sample ids of the last update in global order, and one digest over all samples.
+
+    All processes call this together.
+    """
+    state.confirm_step()  # nothing of a step whose loss is bad is recorded
+    by_rank = state.strategy.group.all_gather(
+        [(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used]
+    )
+    passes = [ids_and_digests for of_rank in by_rank for ids_and_digests in of_rank]
+    digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
+    return [sample for ids, _ in passes for sample in ids], digest
 
 
 class ToTrace(Listener):

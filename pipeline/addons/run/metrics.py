@@ -10,6 +10,7 @@ import os
 import resource
 import time
 from collections import defaultdict
+from typing import Any
 
 import torch
 
@@ -20,10 +21,8 @@ from pipeline.parallel.strategy import Strategy
 from pipeline.timing import ENTRIES
 from pipeline.train.evaluation import LOSS_UNIT
 from pipeline.train.job import Job, Process
+from pipeline.train.listener import Listener
 from pipeline.train.state import TrainState
-
-Report = tuple[int, dict[str, float]]
-"""A step, and the metrics of the steps since the last report."""
 
 
 class Metrics:
@@ -38,46 +37,58 @@ class Metrics:
         self.is_late = is_cuda = process.group.device.type == "cuda"
         """A report is made one step later."""
         self._due = 0  # the step of a report that is not made yet
-        # pinned, and blocking: see `DeviceLossGuard`
         self._totals = torch.zeros(3, dtype=torch.int64, pin_memory=is_cuda)
-        self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
         self._timer.pop()  # the time before this is not training
         self._stragglers = StragglerWatch(strategy, process.timer, process.terminal.log)
         self.restart_window()
 
     def restart_window(self) -> None:
         """Begin a new window: the time until now, of an evaluation say, is not that of steps."""
-        self._start, self._waited, self._steps = time.perf_counter(), self._timer.spent_on("data"), 0
-        self._cpu = sum(os.times()[:2])
+        self._start, self._steps = self._mark(), 0
 
-    def after_update(self, state: TrainState) -> Report | None:
-        """Count an update, and return the report that is due."""
-        report = self.report(state)  # of the step before
+    def _mark(self) -> tuple[Any, float, float]:
+        """Return the time, and the seconds until it of waiting for data and of this process's CPUs.
+
+        On a GPU the time is an event: when the device has done what is queued.
+        """
+        now: Any = time.perf_counter()
+        if self._group.device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+            now.record()
+        return now, self._timer.spent_on("data"), sum(os.times()[:2])
+
+    def after_update(self, state: TrainState, listeners: list[Listener]) -> None:
+        """Count an update, and tell the listeners of the report that is due."""
+        self.report(state, listeners)  # of the step before
         self._steps += 1
         self._has_new_steps = True
         if self._plan.logs_at(state.step):
             self._due = state.step
             self._totals.copy_(state.totals, non_blocking=True)
-            if self._copied:
-                self._copied.record()
+            self._end = self._mark()
             state.totals.zero_()
-        return report if self.is_late else self.report(state)
+            if not self.is_late:
+                self.report(state, listeners)
 
-    def report(self, state: TrainState) -> Report | None:
-        """Return the report that is due, and its step, once its loss is known to be finite.
+    def report(self, state: TrainState, listeners: list[Listener]) -> None:
+        """Tell the listeners of the report that is due, if its step's loss is finite.
 
         Raises as `TrainState.confirm_step`, which has already confirmed all steps but the latest.
         """
         if not self._due:
-            return None
+            return
         step, self._due = self._due, 0
         if step == state.step:
             state.confirm_step()
-        if self._copied:
-            self._copied.synchronize()  # so the device's work until there is in the time
-        elapsed = max(1e-9, time.perf_counter() - self._start)
+        (start, waited, cpu), (end, waited_until, cpu_until) = self._start, self._end
+        if isinstance(end, float):
+            elapsed = max(1e-9, end - start)
+        else:
+            end.synchronize()  # the totals have been copied before it
+            elapsed = start.elapsed_time(end) / 1000
         failed_reads = torch.tensor(self._pop_failed_reads(), dtype=torch.int64)
-        parts = [self._totals, failed_reads, self._stragglers.pop_times(), self._machine(elapsed).flatten()]
+        machine = self._machine((cpu_until - cpu) / elapsed)
+        parts = [self._totals, failed_reads, self._stragglers.pop_times(), machine.flatten()]
         sums = torch.split(self._group.all_reduce(torch.cat(parts)), [len(part) for part in parts])
         (loss, correct, images), failed, times, machines = (total.tolist() for total in sums)
         images_per_s = self._steps * self._plan.global_batch / elapsed
@@ -88,14 +99,15 @@ class Metrics:
             "train/epoch": step / self._plan.steps_per_epoch,
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
-            "time/waiting_for_data": (self._timer.spent_on("data") - self._waited) / elapsed,
+            "time/waiting_for_data": (waited_until - waited) / elapsed,
             **({"data/failed_reads": float(failed[0])} if failed else {}),
             **self._stragglers.log_slow_rank(times, self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
             **_by_machine(self._group.hosts, machines),
         }
-        self.restart_window()
-        return step, metrics
+        self._start, self._steps = self._end, 0
+        for listener in listeners:
+            listener.reported(step, metrics, state.best)
 
     def end_of_epoch(self, step: int) -> dict[str, float]:
         """Return where the time went, at the end of an epoch and of the run; {} at other steps."""
@@ -109,12 +121,12 @@ class Metrics:
         spent = {f"time/{entry}_s": seconds for entry, seconds in zip(ENTRIES, means, strict=True)}
         return {"time/epoch_s": sum(means), **spent}
 
-    def _machine(self, elapsed: float) -> torch.Tensor:
+    def _machine(self, cpus: float) -> torch.Tensor:
         """Return [processes, 3] int64, in this rank's row: KiB, CPU ‰, KiB of GPU memory."""
         device = self._group.device
         rows = torch.zeros((self._group.size, 3), dtype=torch.int64)
         rows[self._group.rank, 0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        rows[self._group.rank, 1] = round(1000 * (sum(os.times()[:2]) - self._cpu) / elapsed)
+        rows[self._group.rank, 1] = round(1000 * cpus)
         if device.type == "cuda":
             rows[self._group.rank, 2] = torch.cuda.max_memory_allocated(device) // 1024
         return rows
