@@ -14,11 +14,7 @@ def add_commands(commands: Commands) -> None:
     help = "make, download, import, pack or check a data set"
     data = commands.add_parser("data", help=help, description=f"{help.capitalize()}.")
     actions = data.add_commands("ACTION")
-    for add in (_add_make, _add_get, _add_import, _add_pack, _add_check):
-        add(actions)
 
-
-def _add_make(actions: Commands) -> None:
     help = "write the built-in digits, or synthetic images, as an image folder; or a folder's table of labels"
     examples = (
         "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4",
@@ -32,30 +28,14 @@ def _add_make(actions: Commands) -> None:
     add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
     add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
 
-
-def _make(options: argparse.Namespace) -> Any:
-    sizes = options.images, options.classes, options.side
-    if options.kind != "synthetic" and any(sizes):
-        raise RequestError("--images, --classes and --side are for synthetic images", "leave them out")
-    if options.kind == "table":
-        return addon("datasets.make").make_table(_folder(options))
-    images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
-    return addon("datasets.make").make(options.kind, _folder(options), images, classes, side)
-
-
-def _add_get(actions: Commands) -> None:
-    examples = "pipeline data get imagenette", "pipeline data get cifar10"
-    help = "download a published data set as an image folder"
-    add = add_command(actions, "get", _get, help, "", *examples).add_argument
+    add = add_command(
+        actions, "get", lambda given: addon("datasets.make").get(given.kind, _folder(given)),
+        "download a published data set as an image folder", "",
+        "pipeline data get imagenette", "pipeline data get cifar10",
+    ).add_argument  # fmt: skip
     add("kind", choices=("imagenette", "cifar10"), help="which data set")
     add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
 
-
-def _get(options: argparse.Namespace) -> Any:
-    return addon("datasets.make").get(options.kind, _folder(options))
-
-
-def _add_import(actions: Commands) -> None:
     parser = add_command(
         actions, "import", _import, "unpack ImageNet's published archives into an image folder or a pack",
         "Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds"
@@ -70,13 +50,6 @@ def _add_import(actions: Commands) -> None:
     add("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
     _add_workers(parser)
 
-
-def _import(options: argparse.Namespace) -> Any:
-    place, level, workers = _place(options.out), options.pack, options.workers
-    return addon("datasets.make").import_imagenet(options.archives, place, level, workers)
-
-
-def _add_pack(actions: Commands) -> None:
     parser = add_command(
         actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
         "Pack the image folder or table SRC into OUT: a few tar files with an index, so that an image is one"
@@ -97,13 +70,6 @@ def _add_pack(actions: Commands) -> None:
     _add_workers(parser)
     _add_split(parser)
 
-
-def _pack(options: argparse.Namespace) -> Any:
-    out, level, share, workers = _place(options.out), options.level, options.val_split, options.workers
-    return addon("datasets.write_pack").pack(options.src, out, level, share, workers, options.overrides)
-
-
-def _add_check(actions: Commands) -> None:
     parser = add_command(
         actions, "check", _check, "check every image of a folder, a table or a pack, and name each defect",
         "Check the layout and the checksums of an image folder, a table or a pack, and that each image"
@@ -116,6 +82,26 @@ def _add_check(actions: Commands) -> None:
     add("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     add("--json", action="store_true", help="print JSON")
     _add_split(parser)
+
+
+def _make(options: argparse.Namespace) -> Any:
+    sizes = options.images, options.classes, options.side
+    if options.kind != "synthetic" and any(sizes):
+        raise RequestError("--images, --classes and --side are for synthetic images", "leave them out")
+    if options.kind == "table":
+        return addon("datasets.make").make_table(_folder(options))
+    images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
+    return addon("datasets.make").make(options.kind, _folder(options), images, classes, side)
+
+
+def _import(options: argparse.Namespace) -> Any:
+    place, level, workers = _place(options.out), options.pack, options.workers
+    return addon("datasets.make").import_imagenet(options.archives, place, level, workers)
+
+
+def _pack(options: argparse.Namespace) -> Any:
+    out, level, share, workers = _place(options.out), options.level, options.val_split, options.workers
+    return addon("datasets.write_pack").pack(options.src, out, level, share, workers, options.overrides)
 
 
 def _check(options: argparse.Namespace) -> Any:

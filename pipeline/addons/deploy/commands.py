@@ -17,32 +17,6 @@ _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 
 
 def add_commands(commands: Commands) -> None:
-    _add_rehearse(commands)
-    description = "Write Kubernetes manifests for a training job, show how it goes, replace lost pods."
-    k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
-    actions = k8s.add_commands("ACTION")
-    _add_render(actions)
-    parser = add_command(
-        actions, "watch", lambda options: addon("deploy.watch").watch(options.namespace),
-        "show how the Job in a cluster goes, until it ends",
-        "Show the log of the Job's pod 0, and a line for each change of a pod, with kubectl. Ends when the"
-        " Job does: with 0 if it is complete, otherwise with the exit code of the preflight that ended it,"
-        " or 1.",
-        "pipeline k8s watch",
-    )  # fmt: skip
-    help = "namespace of the Job (default ddp-pipeline)"
-    parser.add_argument("--namespace", type=namespace_name, default="ddp-pipeline", metavar="NAME", help=help)
-    add_command(
-        actions, "recover", lambda _: addon("deploy.recovery").recover(),
-        "in a cluster: let the Job replace the pods of a node that is lost",
-        "Mark each trainer pod of this namespace as Failed that should have ended 15 s ago and whose node has"
-        " not reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the"
-        " pod of 60-recovery.yaml.",
-        "pipeline k8s recover",
-    )  # fmt: skip
-
-
-def _add_rehearse(commands: Commands) -> None:
     parser = add_command(
         commands, "rehearse", _rehearse, "run a multi-node job on this machine, with one container per node",
         "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the"
@@ -68,6 +42,41 @@ def _add_rehearse(commands: Commands) -> None:
     ):
         add(flag, type=kind, action="append", default=[], metavar=metavar, help=f"{help}; may be repeated")
 
+    description = "Write Kubernetes manifests for a training job, show how it goes, replace lost pods."
+    k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
+    actions = k8s.add_commands("ACTION")
+    parser = add_command(
+        actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
+        "Print the manifests, or write them to --out. Without options they are those of k8s/.",
+        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
+        argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
+    )  # fmt: skip
+    add_recipe(parser, "name or path (default digits)", nargs="?")
+    flags.add_flags(parser)
+    help = "print only a Job that sends the run in /runs/RUN to MLflow, if it ended while MLflow was away"
+    parser.add_argument("--sync", type=_run, default=None, metavar="RUN", help=help)
+    help = "write one file per manifest to this folder"
+    parser.add_argument("--out", type=path, default=None, metavar="FOLDER", help=help)
+
+    parser = add_command(
+        actions, "watch", lambda options: addon("deploy.watch").watch(options.namespace),
+        "show how the Job in a cluster goes, until it ends",
+        "Show the log of the Job's pod 0, and a line for each change of a pod, with kubectl. Ends when the"
+        " Job does: with 0 if it is complete, otherwise with the exit code of the preflight that ended it,"
+        " or 1.",
+        "pipeline k8s watch",
+    )  # fmt: skip
+    help = "namespace of the Job (default ddp-pipeline)"
+    parser.add_argument("--namespace", type=namespace_name, default="ddp-pipeline", metavar="NAME", help=help)
+    add_command(
+        actions, "recover", lambda _: addon("deploy.recovery").recover(),
+        "in a cluster: let the Job replace the pods of a node that is lost",
+        "Mark each trainer pod of this namespace as Failed that should have ended 15 s ago and whose node has"
+        " not reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the"
+        " pod of 60-recovery.yaml.",
+        "pipeline k8s recover",
+    )  # fmt: skip
+
 
 def _variable(text: str) -> str:
     name, equals, _ = text.partition("=")
@@ -84,21 +93,6 @@ def _rehearse(options: argparse.Namespace) -> str | int:
     words = [re.split("[@:]", fault) for fault in (*options.kill, *options.cut)]
     faults = [Fault(int(node), int(step), *map(float, seconds)) for node, step, *seconds in words]
     return rehearse(options, faults)
-
-
-def _add_render(actions: Commands) -> None:
-    parser = add_command(
-        actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
-        "Print the manifests, or write them to --out. Without options they are those of k8s/.",
-        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
-        argument_default=argparse.SUPPRESS,  # the defaults are those of RenderOptions
-    )  # fmt: skip
-    add_recipe(parser, "name or path (default digits)", nargs="?")
-    flags.add_flags(parser)
-    help = "print only a Job that sends the run in /runs/RUN to MLflow, if it ended while MLflow was away"
-    parser.add_argument("--sync", type=_run, default=None, metavar="RUN", help=help)
-    help = "write one file per manifest to this folder"
-    parser.add_argument("--out", type=path, default=None, metavar="FOLDER", help=help)
 
 
 def _render(options: argparse.Namespace) -> str:

@@ -17,7 +17,11 @@ def add_commands(commands: Commands) -> None:
     add_command(commands, "recipes", _recipes, help)
 
     doctor = add_command(
-        commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
+        commands, "doctor",
+        lambda given: addon("ops.doctor").examine(
+            given.recipe, given.overrides, given.world, given.nodes, as_json=given.json
+        ),
+        "check whether RECIPE can run on this machine, before it starts",
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints"
         " one line per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
         "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2",
@@ -58,11 +62,6 @@ def _recipes(_: argparse.Namespace) -> str:
         comment = itertools.takewhile(lambda line: line.startswith("# "), lines)
         blocks.append("\n  ".join([name, *(line.removeprefix("# ") for line in comment)]))
     return "\n\n".join(blocks)
-
-
-def _doctor(options: argparse.Namespace) -> Any:
-    recipe, words, as_json = options.recipe, options.overrides, options.json
-    return addon("ops.doctor").examine(recipe, words, options.world, options.nodes, as_json=as_json)
 
 
 def _step_range(text: str) -> tuple[int, int]:
