@@ -45,9 +45,7 @@ def class_shares(balance: str, counts: Sequence[int]) -> list[float]:
     counts: images of each class. The square root is that of Mahajan et al., "Exploring the limits
     of weakly supervised pretraining", 2018.
     """
-    weights = [
-        {"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[balance] for count in counts
-    ]
+    weights = [{"none": n, "sqrt": math.sqrt(n), "uniform": float(n > 0)}[balance] for n in counts]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
 

@@ -110,8 +110,7 @@ class Findings:
 
     def counts(self) -> list[tuple[str, int, int]]:
         """Return each class with its number of images to train and held out."""
-        splits = (self.index.train, self.index.val)
-        train, val = map(self.index.class_counts, splits)
+        train, val = map(self.index.class_counts, (self.index.train, self.index.val))
         return list(zip(self.index.classes, train.tolist(), val.tolist(), strict=True))
 
     def to_json(self) -> str:

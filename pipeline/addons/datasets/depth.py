@@ -22,19 +22,15 @@ def grey(image: Image.Image, *, checks_range: bool) -> NDArray[np.uint8]:
         return _scaled(np.array(image, np.float32), low, high)
     wide = np.array(image, np.int32)  # changed in place, because 80 million pixels take 320 MB
     if checks_range:
-        _check_is_bright(int(wide.max()))
+        check_is_bright(int(wide.max()))
     np.clip(wide, 0, _FULL, out=wide)
     wide += 128
     wide //= 257
     return wide.astype(np.uint8)
 
 
-def check_colour(pixels: NDArray[np.uint8]) -> None:
-    """Raise UnreadableError if these upper 8 bits of 16 are nearly black."""
-    _check_is_bright(int(pixels.max()) << 8)
-
-
-def _check_is_bright(highest: int) -> None:
+def check_is_bright(highest: int) -> None:
+    """Raise UnreadableError if the highest value of 16-bit pixels is nearly black."""
     if 0 < highest <= _12_BIT:
         problem = f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black"
         raise UnreadableError(f"{problem}: if they are 12-bit values, multiply them by 16")

@@ -99,9 +99,7 @@ class Picture:
         data: bytes | bytearray = self.data
         upper = None
         with _as_bad_image():
-            if self.frame.cuts and (
-                cut := jpeg_restarts.part(self.data, self.frame, top, left, height, width)
-            ):
+            if cut := jpeg_restarts.part(self.data, self.frame, top, left, height, width):
                 data, top, left = cut
             elif self.frame.is_sequential and top + height < self.frame.height:
                 upper = jpeg.upper(self.data, self.frame, top + height)
@@ -200,5 +198,5 @@ def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
         return torch.from_numpy(grey)[None].expand(3, -1, -1)
     pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     if checks_range and is_16_bit:
-        depth.check_colour(pixels)
+        depth.check_is_bright(int(pixels.max()) << 8)
     return torch.from_numpy(pixels).permute(2, 0, 1)

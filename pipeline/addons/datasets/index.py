@@ -105,8 +105,7 @@ class Split:
         )
         sizes = np.array([size for _, size, _ in entries], np.int64)
         labels = np.array([label for _, _, label in entries], np.int32)
-        places = np.empty(0, np.int64)
-        return cls(_joined(names), _ends(names), sizes, labels, _joined(sums_of), places)
+        return cls(_joined(names), _ends(names), sizes, labels, _joined(sums_of), np.empty(0, np.int64))
 
 
 def _joined(parts: list[bytes]) -> NDArray[np.uint8]:

@@ -93,7 +93,7 @@ def _run_jpegtran(data: bytes, interval: int) -> bytes:
     except subprocess.TimeoutExpired:
         return b""
     except OSError as error:
-        raise StorageError(start_failure("jpegtran", error, "give fewer --workers")) from None
+        raise StorageError(start_failure("jpegtran", error)) from None
     return b"" if done.returncode else done.stdout
 
 
@@ -130,7 +130,8 @@ def part(
     Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit
     it.
     """
-    assert frame.cuts
+    if not frame.cuts:
+        return None
     start, end = frame.cuts
     interval, mcu_height, mcu_width = CUTS_HEAD.unpack_from(data, start)
     # an interval has mcu_height rows of pixels and this many columns; the last ones may have fewer
@@ -170,9 +171,9 @@ def _touched(first: int, length: int, size: int, mcu: int, count: int) -> slice:
     return slice(max(0, first - margin) // size, min(count, -(-(first + length + margin) // size)))
 
 
-def start_failure(processes: str, error: OSError, otherwise: str) -> str:
-    """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
+def start_failure(processes: str, error: OSError) -> str:
+    """Return why the processes of a command with --workers cannot start, and what to do."""
     return (
         f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the"
-        f" limits on processes, memory and open files, or {otherwise}"
+        " limits on processes, memory and open files, or give fewer --workers"
     )

@@ -28,8 +28,6 @@ def is_image(path: bytes) -> bool:
 
 
 def why_ignored(name: bytes) -> str:
-    if is_hidden(name):
-        return HIDDEN
     extension = re.fullmatch(rb".+(\.\w{1,10})", name, re.DOTALL)
     return f"extension {extension[1].lower().decode()}" if extension else "without an extension"
 

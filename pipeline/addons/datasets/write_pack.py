@@ -118,7 +118,7 @@ def pack_source(source: Source, out: Path | Store, level: Level, workers: int | 
         else:
             shards = list(_shards(source.index))
             _make_shards((source, level, out), target, shards, workers or available_cpus())
-            _write_index_and_summary(target, request, source.index, shards)
+            _write_summary(target, request, source.index, shards)
         target.clean()
     return _describe(out)
 
@@ -173,8 +173,7 @@ def _make_shards(job: _Job, target: Target, shards: list[Shard], workers: int) -
     try:  # forked, so that the workers share the index
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), *job))
     except OSError as error:
-        problem = jpeg_restarts.start_failure("packing processes", error, "give fewer --workers")
-        raise StorageError(problem) from None
+        raise StorageError(jpeg_restarts.start_failure("packing processes", error)) from None
     try:
         tasks = {pool.submit(_make_shard, shard): shard for shard in missing}
         for number, task in enumerate(as_completed(tasks), 1):
@@ -239,9 +238,7 @@ def _make_shard(shard: Shard) -> None:
     target.write(shard.metadata_name, json.dumps(metadata).encode())
 
 
-def _write_index_and_summary(
-    target: Target, request: dict[str, Any], source: Index, shards: list[Shard]
-) -> None:
+def _write_summary(target: Target, request: dict[str, Any], source: Index, shards: list[Shard]) -> None:
     made = []
     for shard in shards:
         data = target.read(shard.metadata_name)

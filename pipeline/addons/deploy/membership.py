@@ -112,14 +112,11 @@ class Membership:
             return ()
 
         def name(key: int) -> tuple[object, ...]:
-            return key != self._leader, _natural(here[key].host), key
+            parts = re.findall(r"(\D*)(\d*)", here[key].host)  # pod-10 comes after pod-9
+            return key != self._leader, [(text, int(number or -1)) for text, number in parts], key
 
         preferred = sorted(here, key=lambda key: (key != self._leader, key not in last.members, name(key)))
         return tuple(sorted(preferred[:count], key=name))
 
     def _largest(self, count: int) -> int:
         return max((number for number in self._allowed if number <= count), default=0)
-
-
-def _natural(host: str) -> tuple[tuple[str, int], ...]:
-    return tuple((text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", host))

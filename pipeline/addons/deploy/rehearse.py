@@ -146,8 +146,7 @@ class Cluster:
             self._closed = True  # the threads of the nodes create no more containers
         labelled = {"label": f"{LABEL}={self._name}"}
         deadline = time.monotonic() + _API_TIMEOUT_S
-        list_containers = self._client.containers.list
-        while containers := list_containers(all=True, filters=labelled, ignore_removed=True):
+        while containers := self._client.containers.list(all=True, filters=labelled, ignore_removed=True):
             for container in containers:
                 with contextlib.suppress(APIError):  # a thread may be removing it
                     container.remove(force=True)

@@ -160,8 +160,7 @@ def _write_safetensors(
     from safetensors.torch import load, save
 
     mean, std = served.mean.flatten().tolist(), served.std.flatten().tolist()
-    pixels = f"RGB of 0 to 255, minus {mean} and divided by {std}"
-    metadata = {**metadata, "pixels": pixels}
+    metadata = {**metadata, "pixels": f"RGB of 0 to 255, minus {mean} and divided by {std}"}
     # safetensors refuses tensors that share memory, such as tied weights
     state = served.model.state_dict()
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch.nn import Module
 
 from pipeline.addons.datasets.resident_limits import resident_bytes
 from pipeline.config.schema import Config
@@ -44,9 +44,7 @@ def explain_shortage(error: Exception, config: Config, plan: Plan, first_step: i
     return RequestError(problem, f"raise {key}, which is {plan.accumulate * processes}")
 
 
-def fit_passes(
-    config: Config, plan: Plan, group: Group, model: nn.Module, log: Callable[[str], None]
-) -> Plan:
+def fit_passes(config: Config, plan: Plan, group: Group, model: Module, log: Callable[[str], None]) -> Plan:
     """Return the plan with as many passes a step as the memory needs.
 
     Raises RequestError if no pass fits, or if the run cannot have more: a deterministic one, or one
@@ -83,7 +81,7 @@ def fit_passes(
     raise RequestError(f"{shortage}, nor does one of {unit}{reason}", remedy).collective()
 
 
-def try_pass(config: Config, plan: Plan, model: nn.Module, images: int) -> None:
+def try_pass(config: Config, plan: Plan, model: Module, images: int) -> None:
     """Run one pass of `images` images, with room for all else on the device of the model.
 
     That is moments, EMA and resident images. With several processes also what NCCL needs, and the

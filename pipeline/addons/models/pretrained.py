@@ -39,12 +39,10 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
     they cannot be fetched now.
     """
     assert options.init is not None
-    given, wanted = _read(options, options.init), model.state_dict()
-    fitting = {
-        name: given[name] for name in wanted if name in given and given[name].shape == wanted[name].shape
-    }
-    if 2 * len(fitting) < len(wanted):
-        problem = f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}"
+    given, ours = _read(options, options.init), model.state_dict()
+    fitting = {name: given[name] for name in ours if name in given and given[name].shape == ours[name].shape}
+    if 2 * len(fitting) < len(ours):
+        problem = f"model.init={options.init} fits {len(fitting)} of {len(ours)} tensors of {options.arch}"
         raise RequestError(problem, "it is of another architecture; set model.arch to its own")
     return fitting
 

@@ -75,11 +75,9 @@ class Scores:
         columns[6] = losses.mul(IMAGE_LOSS_UNIT).round()
         return columns
 
-    def figures(
-        self, step: int, totals: NDArray[np.int64], group: Group
-    ) -> tuple[Evaluation, ClassPrecisions]:
-        """Return the figures, and those of each class. totals: the columns of all images."""
-        seen, labels, predicted, *_, losses = totals
+    def figures(self, step: int, sums: NDArray[np.int64], group: Group) -> tuple[Evaluation, ClassPrecisions]:
+        """Return the figures, and those of each class. sums: the columns of all images."""
+        seen, labels, predicted, *_, losses = sums
         labels = labels - 1
         known = labels != NO_LABEL
         right = known & (predicted != NO_PREDICTION)

@@ -81,9 +81,8 @@ def _compare(run: Run, other: Run, page: Path | None) -> tuple[int, str]:
 
 
 def _causes(run: Run, other: Run) -> Iterator[str]:
-    is_portable = all(
-        (found.facts("portable"), found.facts("device_type")) == ("yes", "cpu") for found in (run, other)
-    )
+    machines = {(found.facts("portable"), found.facts("device_type")) for found in (run, other)}
+    is_portable = machines == {("yes", "cpu")}
     free = {"world"} if run.config().run.exact else set()
     free |= {"device"} if is_portable else set()
     if run.receipt["data"] != other.receipt["data"]:

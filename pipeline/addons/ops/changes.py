@@ -25,10 +25,8 @@ def describe_data_change(config: Config, source: Source, before: str, fallback_c
 
 def refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -> None:
     """Raise RequestError if the weights do not fit the model that this start builds."""
-    before = _shapes(contents["model"])
-    now = _shapes(meta_model(config.model, len(contents["classes"])).state_dict())
-    changed = differences(before, now)
-    if changed:
+    now = meta_model(config.model, len(contents["classes"])).state_dict()
+    if changed := differences(_shapes(contents["model"]), _shapes(now)):
         problem = f"model.arch={config.model.arch} is not the model in {path}: {list_first(changed, 1)}"
         raise RequestError(problem, f"restore the code that made it, or {config.start_again}")
 

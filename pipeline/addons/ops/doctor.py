@@ -12,6 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,7 +52,10 @@ def examine(
     can run during training. Sizes not given come from the node's environment (`deploy.node`); the
     default is one process on one node.
     """
-    nodes = num_nodes or _nodes_from_environment()
+    nodes = num_nodes
+    if nodes is None:  # the largest number that may form a round
+        allowed = re.search(r"allowed_nodes=([\d+]+)", os.environ.get("PET_RDZV_CONF", ""))
+        nodes = int(allowed[1].split("+")[-1]) if allowed else _size_from_environment("PET_NNODES")
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = launcher.this_world().resized(processes, nodes)
     findings = Findings(is_quiet=as_json)
@@ -129,7 +133,7 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
         check("model", lambda: builds(config, plan, here, **settings), lambda _: config.model.arch)
     check("GPUs", lambda: _check_gpus(config, here))
     if "PET_NPROC_PER_NODE" in os.environ:  # set in every node of a job
-        _check_node(findings, config, here, run_folder, plan)
+        _check_node(findings, config, here, run_folder.journal, plan)
         return
     has_tracker = _check_tracker(findings, config, is_started=True)
     check("CPUs", lambda: machine.check_cpu_per_process(here), is_warning=True)
@@ -139,11 +143,9 @@ def _check_request(findings: Findings, config: Config, here: World, scratch: Pat
             check("artifacts", lambda: tracker.check_server_stores_files(config, folder), is_warning=True)
 
 
-def _check_node(
-    findings: Findings, config: Config, here: World, run_folder: RunFolder, plan: Plan | None
-) -> None:
+def _check_node(findings: Findings, config: Config, here: World, journal: Path, plan: Plan | None) -> None:
     """Check the other nodes' names, and the tracker, which may still start."""
-    end = last_event(run_folder.journal)
+    end = last_event(journal)
     best = (end.get("best") or {"step": end.get("step")})["step"]
     is_finished = plan and end.get("status") == "FINISHED" and plan.is_over(end["step"], best)
     done_line = end["line"] if is_finished and not findings.error else ""
@@ -181,9 +183,7 @@ def _wait_for_former_node_0(folder: RunFolder) -> None:
 
 
 def _check_machine(findings: Findings, config: Config, here: World, source: Source, plan: Plan) -> None:
-    def warn(name: str, check: Callable[[], str]) -> None:
-        findings.check(name, check, is_warning=True)
-
+    warn = partial(findings.check, is_warning=True)
     folder, on_gpu = RunFolder(config.run_dir), here.uses_gpu(config.run.device)
     warn("memory", lambda: machine.check_memory(plan, on_gpu=on_gpu))
     warn("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here))
@@ -228,12 +228,6 @@ def _check_tracker(findings: Findings, config: Config, *, is_started: bool = Fal
             raise
 
     return findings.check("MLflow", check, is_warning=not config.track.required) is not None
-
-
-def _nodes_from_environment() -> int:
-    """Return the largest number of nodes that may form a round (`deploy.node.environment`)."""
-    allowed = re.search(r"allowed_nodes=([\d+]+)", os.environ.get("PET_RDZV_CONF", ""))
-    return int(allowed[1].split("+")[-1]) if allowed else _size_from_environment("PET_NNODES")
 
 
 def _size_from_environment(name: str) -> int:

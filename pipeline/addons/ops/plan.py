@@ -35,8 +35,7 @@ def _plan(options: argparse.Namespace) -> str:
     # imports torch: last, so that errors come at once
     from pipeline.addons.models.functions import meta_model
 
-    model = meta_model(config.model, plan.num_classes)
-    parameters = sum(param.numel() for param in model.parameters())
+    parameters = sum(param.numel() for param in meta_model(config.model, plan.num_classes).parameters())
     memory = describe_memory(config, parameters, plan)
     if options.json:
         return json.dumps({**plan.to_dict(), "parameters": parameters, "memory": memory})

@@ -26,6 +26,7 @@ _MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _MAX_BARS = 40  # classes in the bar chart
 _MAX_MATRIX = 200  # classes in the confusion matrix; of more, the most confused ones
+_NAMES = {"fontsize": 7, "fontfamily": "DejaVu Sans", "parse_math": False}  # a class may be called $5
 
 
 def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
@@ -111,8 +112,8 @@ def draw_confusion(evaluation: SavedEvaluation, title: str) -> bytes:
     axes.set_ylabel("true class")
     ticks = range(0, len(shown), -(-len(shown) // _MAX_NAMES))
     names = [drawn_name(evaluation.classes[shown[tick]], int(shown[tick])) for tick in ticks]
-    axes.set_xticks(ticks, names, rotation=90, **_style(7))
-    axes.set_yticks(ticks, names, **_style(7))
+    axes.set_xticks(ticks, names, rotation=90, **_NAMES)
+    axes.set_yticks(ticks, names, **_NAMES)
     if has_numbers:
         for row, column in np.argwhere(numbers):
             style = {"color": "white" if shares[row, column] > 0.5 else "black", "fontsize": 8}
@@ -141,7 +142,7 @@ def draw_classes(evaluation: SavedEvaluation, title: str) -> bytes:
     bars = axes.barh(range(len(shown)), shares[shown])
     axes.bar_label(bars, [texts[label] for label in shown], padding=3, fontsize=7)
     names = [drawn_name(evaluation.classes[label], label) for label in shown]
-    axes.set_yticks(range(len(shown)), names, **_style(7))
+    axes.set_yticks(range(len(shown)), names, **_NAMES)
     axes.set_xlim(0, 1.15)
     axes.set_xlabel(axis, fontsize=8)
     part = f"the worst {len(shown)} of {len(known):,} classes" if len(shown) < len(known) else "each class"
@@ -187,10 +188,6 @@ def drawn_name(name: str, label: int) -> str:
     if not _drawable().issuperset(line):
         return f"class {label}"
     return line if len(line) <= 24 else f"{line[:23]}…"
-
-
-def _style(size: float) -> dict[str, Any]:
-    return {"fontsize": size, "fontfamily": "DejaVu Sans", "parse_math": False}  # a class may be called $5
 
 
 @cache

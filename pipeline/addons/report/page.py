@@ -68,10 +68,8 @@ def render_page(folder: RunFolder) -> str:
         except Exception as error:  # whatever is damaged: the rest is shown
             shown[name.replace(" ", "_")] = None
             left_out[name] = f"{type(error).__name__}: {error}"
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    templates = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = templates.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text: str = template.render(title=folder.path.absolute().name, left_out=left_out, **shown)
     return text.encode(errors="replace").decode()  # the name of a folder may not be valid Unicode
 

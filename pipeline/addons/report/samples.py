@@ -65,8 +65,7 @@ class ToReport(Listener):
         for row, image in enumerate(mistakes.tolist()):
             try:
                 picture = val.open(image)
-                pixels = picture.region(0, 0, picture.height, picture.width)
-                images[row] = center_crop(pixels, size, resize)
+                images[row] = center_crop(picture.region(0, 0, picture.height, picture.width), size, resize)
             except UnreadableError as error:  # changed since the evaluation
                 self._log(f"{val.name(image)} cannot be shown: {error}")
             except OutageError as outage:  # training notices that by itself, and waits

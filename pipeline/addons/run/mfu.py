@@ -19,7 +19,7 @@ from pipeline.group import Group
 from pipeline.plan import Plan
 
 # dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first whose words are in the
-# device's own name
+# device's own name; none for a part of a device (MIG)
 _PEAKS = (
     ("B200", 2.25e15), ("GH200", 989e12), ("H200 NVL", 835e12), ("H200", 989e12), ("H100 NVL", 835e12),
     ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12),
@@ -32,7 +32,8 @@ class MfuMeter:
 
     def __init__(self, config: Config, plan: Plan, group: Group) -> None:
         name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""
-        self._peak = plan.world * peak_of(name) * _SHARE_OF_PEAK.get(config.train.precision, 0)
+        known = (peak for words, peak in _PEAKS if re.search(rf"\b{words}\b", name) and "MIG" not in name)
+        self._peak = plan.world * next(known, 0) * _SHARE_OF_PEAK.get(config.train.precision, 0)
         self._flops: dict[int, int] = {}
         """FLOPs of one image, by its side in px."""
         if self._peak and group.is_main:  # which alone reports
@@ -44,12 +45,6 @@ class MfuMeter:
         """Return the metrics of a job at `images_per_s` images of `size` × `size` px."""
         flops = self._flops.get(size)
         return {"time/mfu": images_per_s * flops / self._peak} if flops else {}
-
-
-def peak_of(name: str) -> float:
-    """Return the FLOP/s of a device by its name; 0 if it is unknown, or a part of one (MIG)."""
-    known = (peak for words, peak in _PEAKS if re.search(rf"\b{words}\b", name))
-    return 0 if "MIG" in name else next(known, 0)
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:

@@ -96,10 +96,8 @@ def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> lis
             units.append([])
         units[-1].append(layer)
     if count > len(units):
-        raise RequestError(
-            f"stages.count={count} is too large for {arch}",
-            f"set stages.count to at most {len(units)}, or use parallel=fsdp",
-        )
+        remedy = f"set stages.count to at most {len(units)}, or use parallel=fsdp"
+        raise RequestError(f"stages.count={count} is too large for {arch}", remedy)
     ends = _balance(_flops(model, units, size), count)
     return [list(chain.from_iterable(units[start:end])) for start, end in pairwise((0, *ends))]
 
@@ -117,10 +115,8 @@ def _layers(model: nn.Module, arch: str) -> list[Layer]:
     listed = _LAYERS.get(type(model))
     if listed is None:
         families = ", ".join(sorted(family.__name__ for family in _LAYERS))
-        raise RequestError(
-            f"parallel=stages cannot split model.arch={arch}",
-            f"use one of torchvision's {families}, or parallel=fsdp",
-        )
+        remedy = f"use one of torchvision's {families}, or parallel=fsdp"
+        raise RequestError(f"parallel=stages cannot split model.arch={arch}", remedy)
     weights = list(model.state_dict())
 
     def members(item: str | Layer) -> Iterator[Layer]:
@@ -134,10 +130,8 @@ def _layers(model: nn.Module, arch: str) -> list[Layer]:
             yield Layer((item,) if has_weights else (), lambda model, x: model.get_submodule(item)(x))
 
     layers = [layer for item in listed for layer in members(item)]
-    owned = tuple(name for layer in layers for name in layer.owns)
-    missed = [
-        name for name in weights if name not in owned and not name.startswith(tuple(f"{o}." for o in owned))
-    ]
+    owned = tuple(f"{name}." for layer in layers for name in layer.owns)
+    missed = [name for name in weights if not f"{name}.".startswith(owned)]
     assert not missed, f"the layers of {arch} miss {missed}"
     return layers
 

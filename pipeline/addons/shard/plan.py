@@ -16,17 +16,14 @@ def divide_into_stages(config: Config, world: int, micro_batch: int) -> tuple[in
     count, parts = config.stages.count, config.stages.micro_batches
     if world % count:
         fewer = world // count * count
-        worlds = ", ".join(str(near) for near in (fewer, fewer + count) if near)
-        raise RequestError(
-            f"stages.count={count} does not divide {world} processes", f"worlds that work are {worlds}"
-        )
+        remedy = f"worlds that work are {', '.join(str(near) for near in (fewer, fewer + count) if near)}"
+        raise RequestError(f"stages.count={count} does not divide {world} processes", remedy)
     images = count * micro_batch
     if parts is None:
         return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
     if images % parts or (config.stages.schedule == "1f1b" and parts < count):
-        raise RequestError(
-            f"stages.micro_batches={parts} does not divide the {images} images of a copy's pass, or is less"
-            f" than stages.count={count}, and 1f1b needs one per stage",
-            f"the nearest that work are {near_divisors(images, parts)}; or use stages.schedule=gpipe",
-        )
+        problem = f"stages.micro_batches={parts} does not divide the {images} images of a copy's pass, or is"
+        problem += f" less than stages.count={count}, and 1f1b needs one per stage"
+        remedy = f"the nearest that work are {near_divisors(images, parts)}; or use stages.schedule=gpipe"
+        raise RequestError(problem, remedy)
     return count, parts

@@ -57,9 +57,7 @@ class StagesStrategy(Strategy):
         kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[config.stages.schedule]
         # the loss is divided here, for all passes of a step; torch would also divide what earlier
         # passes left
-        self._schedule = kind(
-            self._pipeline(stage), plan.micro_batches, self._micro_batch_loss, scale_grads=False
-        )
+        self._schedule = kind(self._pipeline(stage), plan.micro_batches, self._part_loss, scale_grads=False)
         self._loss_parts = plan.micro_batches * plan.accumulate
         self._targets: Targets | None = None
 
@@ -147,7 +145,7 @@ class StagesStrategy(Strategy):
         dist.gather(tensor, parts, group=self._pp_group, group_dst=stage)
         return torch.cat(parts) if parts else tensor[:0]
 
-    def _micro_batch_loss(self, logits: Tensor, rows: Tensor) -> Tensor:
+    def _part_loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         assert self._targets is not None
         targets = _map_targets(self._targets, lambda tensor: tensor[rows])
         with self._autocast():

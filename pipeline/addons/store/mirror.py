@@ -52,7 +52,7 @@ def open_mirror(config: Config, folder: RunFolder) -> "Mirror":
     check_mirror(store)
     folder.hold()
     try:
-        return Mirror(store, folder, config.run.resume, partial(has_applied_resume, config))
+        return Mirror(store, folder, config)
     except (OSError, RunError) as error:
         folder.release()
         raise (error if isinstance(error, RunError) else folder.write_error(error)) from None
@@ -61,10 +61,7 @@ def open_mirror(config: Config, folder: RunFolder) -> "Mirror":
 class Mirror(Listener):
     """The mirror of one run, held by the process that trains it."""
 
-    def __init__(
-        self, store: Store, folder: RunFolder, resume: str, is_restart: Callable[[Path], bool]
-    ) -> None:
-        """is_restart: returns True if this job has applied run.resume, by a journal."""
+    def __init__(self, store: Store, folder: RunFolder, config: Config) -> None:
         self._store, self._folder, self._log = store, folder, make_terminal(is_main=True).log
         # size and time of change of each record when it was last uploaded
         self._sent: dict[str, tuple[int, int]] = {}
@@ -80,7 +77,8 @@ class Mirror(Listener):
         self._lease.take()
         try:
             with tempfile.TemporaryDirectory() as scratch:
-                found = Comparison(store, folder, resume, is_restart, Path(scratch))
+                is_restart = partial(has_applied_resume, config)
+                found = Comparison(store, folder, config.run.resume, is_restart, Path(scratch))
                 self._abandoned = found.abandoned  # checkpoints in the mirror that do not count
                 self._there = [*found.names, *found.abandoned]
                 if found.is_resumed:

@@ -130,13 +130,11 @@ def open_index(place: str) -> Index:
     return index
 
 
-def open_images(
-    place: str, index: Index, cache: Path | None, cache_gib: float
-) -> tuple[StoreImages, StoreImages]:
+def open_images(place: str, index: Index, cache: Path | None, cache_gib: float) -> list[StoreImages]:
     """Return the training and validation images of a pack in a bucket. cache: see `data.cache`."""
     images, left = [], int(cache_gib * 2**30)
     for name, split in (("train", index.train), ("val", index.val)):
         kept = Cache(cache / index.digest[:16], name, split, left) if cache else None
         left -= int(split.sizes.clip(0).sum())
         images.append(StoreImages(Store(place), split, name, kept, upright=index.upright))
-    return images[0], images[1]
+    return images

@@ -32,8 +32,8 @@ class Comparison:
     ) -> None:
         """Compare. `scratch` gets the mirror's journal.
 
-        resume: `run.resume`. is_restart: see `Mirror`. Raises RequestError if this start would
-        replace a run, or later steps, in the mirror.
+        resume: `run.resume`. is_restart: see `has_applied_resume`. Raises RequestError if this
+        start would replace a run, or later steps, in the mirror.
         """
         self._store, self._folder, self._place = store, folder, f"checkpoint.mirror={store}"
         self._log = make_terminal(is_main=True).log
@@ -101,8 +101,7 @@ class Comparison:
         self._log(f"restored step {step_of(newest):,} from {self._place}")
 
     def _counted_here(self) -> list[str]:
-        names = names_here(self._folder)
-        return [name for name in names if name in self.names or not self._is_rolled_back]
+        return [name for name in names_here(self._folder) if name in self.names or not self._is_rolled_back]
 
     def restore_records(self, folder: RunFolder, *, has_checkpoint: bool) -> None:
         """Download the records of the mirror to `folder`."""
