@@ -173,7 +173,5 @@ def _touched(first: int, length: int, size: int, mcu: int, count: int) -> slice:
 
 def start_failure(processes: str, error: OSError) -> str:
     """Return why the processes of a command with --workers cannot start, and what to do."""
-    return (
-        f"{processes} cannot start: {error.strerror}: give them a /dev/shm (docker: --shm-size), raise the"
-        " limits on processes, memory and open files, or give fewer --workers"
-    )
+    remedy = "give them a /dev/shm (docker: --shm-size), raise the limits on processes, memory and open files"
+    return f"{processes} cannot start: {error.strerror}: {remedy}, or give fewer --workers"

@@ -59,10 +59,8 @@ def render(request: RenderOptions) -> dict[str, str]:
     _check_store(request, config)
     _check_pods(request, config)
     _check_plan(request, config)
-    names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
-    for name, is_needed in (("15-code.yaml", request.code), ("60-recovery.yaml", not request.no_recovery)):
-        if not is_needed:
-            names.remove(name)
+    left_out = {"15-code.yaml": not request.code, "60-recovery.yaml": request.no_recovery}
+    names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml") if not left_out.get(path.name))
     values = _values(request, config)
     return {name: _fill(name, values) for name in names}
 

@@ -151,29 +151,25 @@ def send_figures(run: MlflowRun) -> None:
 def note_verification(folder: RunFolder, result: str) -> str:
     """Add the result of `pipeline verify` to the run as a tag, and return a line for the user."""
     try:
-        return f"noted in MLflow at {_note(folder, result)} as the run's tag `verified`"
+        config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
+        named = uri_in_environment()
+        uri = named or tracking_uri(config, folder)
+        if uri is None:
+            raise RequestError("track.uri=none")
+        shown, database = without_password(uri), sqlite_file(uri)
+        if not (Path(database).exists() if database else named):
+            # others may have written the run's files, so a server must be named here
+            raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if the run is there and it may be contacted")
+        address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
+
+        from mlflow import MlflowClient  # reads the variables
+
+        client = MlflowClient(address)
+        run = find_run(client, run_id(folder.journal) or "")
+        if run is None:
+            raise RequestError(f"the run is not at {shown}")
+        text = f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
+        client.set_tag(run.info.run_id, "verified", text)
     except Exception as error:  # the result is worth more than its note
         return f"not noted in MLflow: {connection.root_cause(error)}"
-
-
-def _note(folder: RunFolder, result: str) -> str:
-    config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
-    named = uri_in_environment()
-    uri = named or tracking_uri(config, folder)
-    if uri is None:
-        raise RequestError("track.uri=none")
-    shown, database = without_password(uri), sqlite_file(uri)
-    if not (Path(database).exists() if database else named):
-        # others may have written the run's files, so a server must be named here
-        raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if the run is there and it may be contacted")
-    address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
-
-    from mlflow import MlflowClient  # reads the variables
-
-    client = MlflowClient(address)
-    run = find_run(client, run_id(folder.journal) or "")
-    if run is None:
-        raise RequestError(f"the run is not at {shown}")
-    text = f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}"
-    client.set_tag(run.info.run_id, "verified", text)
-    return shown
+    return f"noted in MLflow at {shown} as the run's tag `verified`"

@@ -81,7 +81,7 @@ def _predict(options: argparse.Namespace) -> Any:
     for image in options.images:
         inputs.check_exists(image, "give image files, or folders with images")
     if options.csv:
-        return addon("models.predict_csv").predict_csv(_target_of(options), options.images, options.out)
+        return addon("models.predict").predict_csv(_target_of(options), options.images, options.out)
     return addon("models.predict").predict(_target_of(options), options.images, as_json=options.json)
 
 

@@ -28,10 +28,8 @@ def rate_scales(model: nn.Module, options: Optimizer) -> dict[str, float]:
             layers[name] = layer = layer if name.startswith(head) else ends.get(id(param), layer)
         last = layer + 1
         layers |= {name: last for name in layers if name.startswith(head)}
-    decay, head_scale = options.layer_decay or 1.0, (options.head_lr or options.lr) / options.lr
-    return {
-        name: head_scale
-        if options.head_lr and name.startswith(head)
-        else decay ** (last - layers.get(name, last))
-        for name, _ in model.named_parameters()
-    }
+    decay = options.layer_decay or 1.0
+    scales = {name: decay ** (last - layers.get(name, last)) for name, _ in model.named_parameters()}
+    if options.head_lr:
+        scales |= {name: options.head_lr / options.lr for name in scales if name.startswith(head)}
+    return scales

@@ -7,10 +7,15 @@ configuration, so predictions are those that `evaluate` counts. An image that ca
 named and skipped.
 """
 
+import csv
+import fcntl
 import json
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Container, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +29,7 @@ from pipeline.addons.datasets.index import MISSING, Split, describe_ignored
 from pipeline.addons.datasets.names import printable_name
 from pipeline.addons.datasets.sources import FolderImages
 from pipeline.addons.models.eval_batches import EvalBatches
-from pipeline.addons.models.trained import exported_model, read_model
+from pipeline.addons.models.trained import eval_weights, exported_model, read_model, weights_digest
 from pipeline.config.load import from_yaml
 from pipeline.data.loader import batches
 from pipeline.device import choose_device
@@ -37,6 +42,9 @@ TOP_K = 5
 _NOT_FINITE = "the model's logits for it are not finite"
 _MACHINE_OVERRIDES = ["run.device=auto", "data.workers=auto"]
 """Keys of the model's configuration that describe the training machine, reset for this one."""
+_RANKS = ("", *(f"_{rank}" for rank in range(2, TOP_K + 1)))
+_COLUMNS = ("path", *(name + rank for rank in _RANKS for name in ("class", "probability")), "defect", "model")
+_FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")  # beginning of a class name that a spreadsheet would run
 
 
 def predict(target: str, paths: list[str], *, as_json: bool) -> str:
@@ -133,3 +141,60 @@ def list_images(paths: list[str], done: Container[str] = ()) -> tuple[FolderImag
         raise RequestError(f"no image in {given}: give image files, or folders with images")
     entries = [(name, size, 0) for name, size in sizes.items() if printable_name(name) not in done]
     return FolderImages(Path(), Split.from_entries(entries)), left_out
+
+
+def predict_csv(target: str, paths: list[str], out: Path | None) -> str | int:
+    """Run `pipeline predict --csv`; return what was written to the file, or 0 for standard output.
+
+    Promise: each row is written as soon as its picture is classified, and none is held in memory.
+    The same command with the same --out continues one that was killed: it removes a torn last line,
+    and skips the pictures that have a row. Raises RequestError if the rows in the file are not of
+    this model, StorageError if no row has a prediction or the file cannot be written.
+    """
+    terminal = Terminal()
+    contents = read_model(target)
+    model = weights_digest(eval_weights(contents))[:16]
+    number = bad = 0
+    try:
+        done = _images_in(out, model) if out and out.exists() else set()
+        images, left_out = list_images(paths, done)
+        if left_out:
+            terminal.log(left_out)
+        with open(out, "a", encoding="utf-8") if out else nullcontext(sys.stdout) as file:
+            if out:  # two commands would both write the rows that are missing
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            rows = csv.writer(file, lineterminator="\n")
+            if not (out and file.tell()):
+                rows.writerow(_COLUMNS)
+            for number, (image, defect, top) in enumerate(classify(contents, target, images), 1):
+                cells = [] if defect else [cell for name, share in top for cell in (name, f"{share:.6f}")]
+                cells = [f"'{cell}" if _FORMULA.match(cell) else cell for cell in cells]
+                rows.writerow([image, *cells, *[""] * (2 * TOP_K - len(cells)), defect, model])
+                file.flush()
+                bad += bool(defect)
+                if out or not sys.stdout.isatty():
+                    terminal.progress(f"{number:,} of {len(images):,} images")
+    except OSError as error:
+        reason = "another command writes it" if isinstance(error, BlockingIOError) else error.strerror
+        raise StorageError(f"--out {out} cannot be written: {reason}") from None
+    if number and number == bad and not done:
+        raise StorageError(f"none of {bad:,} images has a prediction: their rows say why (column defect)")
+    return f"{out}: {number:,} rows, {bad:,} of them of bad images; it had {len(done):,}" if out else 0
+
+
+def _images_in(file: Path, model: str) -> set[str]:
+    """Return the images that have a row in a file, and remove a last line that a kill has torn."""
+    done: set[str] = set()
+    header = ",".join(_COLUMNS) + "\n"
+    with open(file, "r+b") as lines:
+        for number, line in enumerate(lines):
+            text = line[:100_000].decode(errors="replace")
+            cells = next(csv.reader([text]))
+            if not text.endswith("\n") and (number or header.startswith(text)):
+                lines.truncate(lines.tell() - len(line))
+            elif cells[-1:] != [model] if number else text != header:
+                problem = f"line {number + 1} of {file} is not of 'pipeline predict --csv' with this model"
+                raise RequestError(problem, "name another file")
+            elif number:
+                done.add(cells[0])
+    return done

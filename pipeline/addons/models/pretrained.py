@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from pipeline.addons.models.archive import check_archive
 from pipeline.addons.models.functions import timm_builder
@@ -32,7 +33,7 @@ from pipeline.model.weights import load_weights
 from pipeline.record import checkpoint_contents, checkpoint_files
 
 
-def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
+def read(options: Model, model: Module) -> dict[str, Tensor]:
     """Return the tensors that `model.init` names and that fit the shapes of `model`.
 
     Raises RequestError if they cannot be found or are of another architecture, TemporaryError if
@@ -48,11 +49,7 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_pretrained(
-    model: nn.Module,
-    weights: dict[str, Tensor] | None,
-    options: Model,
-    group: Group,
-    log: Callable[[str], None],
+    model: Module, weights: dict[str, Tensor] | None, options: Model, group: Group, log: Callable[[str], None]
 ) -> None:
     """Load the `weights` that `read` returned on rank 0 into `model`, in every process."""
     if weights is not None:
@@ -62,7 +59,7 @@ def load_pretrained(
     group.broadcast(list(model.state_dict().values()))
 
 
-def freeze(model: nn.Module, names: str) -> str:
+def freeze(model: Module, names: str) -> str:
     """Freeze the modules that `model.freeze` names; return a line that says what is still trained.
 
     Raises RequestError for a module that the model does not have, or if nothing is left to train.
@@ -79,7 +76,7 @@ def freeze(model: nn.Module, names: str) -> str:
     return f"{', '.join(modules)} frozen: {left:,} of {total:,} weights are trained"
 
 
-def frozen_parts(model: nn.Module, names: str) -> tuple[dict[str, nn.Module], list[nn.Parameter]]:
+def frozen_parts(model: Module, names: str) -> tuple[dict[str, Module], list[Parameter]]:
     """Return the modules that `model.freeze` names, and all parameters that it freezes."""
     modules = dict(model.named_modules())
     chosen, parameters = [name.strip() for name in names.split(",")], []
@@ -101,7 +98,7 @@ class FrozenUntil:
     optimizer change at that step, and what is frozen depends on nothing but the step.
     """
 
-    def __init__(self, model: nn.Module, names: str | None, until: int) -> None:
+    def __init__(self, model: Module, names: str | None, until: int) -> None:
         self._until = until
         self._modules, self._parameters = frozen_parts(model, names or "") if until else ({}, [])
 
@@ -114,11 +111,11 @@ class FrozenUntil:
             parameter.grad = None  # the optimizer leaves it out, with its decay and moments
 
 
-def _children(model: nn.Module) -> list[str]:
+def _children(model: Module) -> list[str]:
     return [name for name, child in model.named_children() if any(True for _ in child.parameters())]
 
 
-def heads(model: nn.Module) -> list[str]:
+def heads(model: Module) -> list[str]:
     """Return the children with a classifier: those that timm names, or the last with weights."""
     children = _children(model)
     is_timm = type(model).__module__.startswith("timm.")
@@ -173,7 +170,7 @@ def _published(arch: str, name: str) -> dict[str, Tensor]:
         raise StorageError(f"model.init={name}: {problem}", "remove it") from None
 
 
-def timm_model(options: Model) -> nn.Module:
+def timm_model(options: Model) -> Module:
     """Return timm's model with its published weights and its own number of classes.
 
     huggingface_hub fetches them once, into its cache. timm gets the tensors and no name of a file,

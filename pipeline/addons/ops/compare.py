@@ -37,8 +37,7 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     files, new_files = old.checkpoints(), new.checkpoints()
     saved = sorted(step for step in files.keys() & new_files.keys() if start < step <= last)
     tensor = _first_tensor((step, _digests(files[step]), _digests(new_files[step])) for step in saved)
-    row = next(_row_differences(old, new, start, last), "")
-    found = [row, next(_plan_differences(old, new, start, last), "")]
+    found = [next(find(old, new, start, last), "") for find in (_row_differences, _plan_differences)]
     if any(found) or tensor:
         found.append(tensor or _first_tensor(_checksums(old, new, evaluated)))
         names = ["commit", "code", "version", "image", *(name for name in CAUSES if name != "world")]

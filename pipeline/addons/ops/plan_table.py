@@ -22,11 +22,9 @@ def table(plan: Plan, memory: str = "") -> str:
         rest = f"images drawn with replacement, data.balance={plan.balance}"
     repeats = f", {plan.repeats} views of each in a batch" if plan.repeats > 1 else ""
     warmup = f", {plan.warmup_steps:,} steps of warm-up" if plan.warmup_steps else ""
-    stages = (
-        f"{plan.world} = {plan.world // plan.stages} × {plan.stages} (copies × stages); a copy's pass of"
-        f" {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
-        " (micro-batches × images)"
-    )
+    passes = f"{plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
+    stages = f"{plan.world} = {plan.world // plan.stages} × {plan.stages} (copies × stages); a copy's pass of"
+    stages += f" {passes} (micro-batches × images)"
     rows = {
         "data": plan.describe(),
         "world": f"{count_of(plan.world, 'process', 'es')} on {count_of(nodes, 'node')},"
@@ -65,14 +63,11 @@ def describe_memory(config: Config, parameters: int, plan: Resources) -> str:
     moments = config.optimizer.moments
     copies = 2 + moments
     total = 4 * parameters * copies
-    row = (
-        f"{parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of"
-        f" the optimizer) = {mib(total)}"
-    )
+    held = f"weights, gradients, {moments} of the optimizer"
+    row = f"{parameters:,} parameters × 4 bytes × {copies} ({held}) = {mib(total)}"
     parts = {"fsdp": fsdp_slices(config, plan), "stages": config.stages.count}.get(config.parallel, 1)
     if parts == 1:
         return f"{row} a process, plus activations"
-    return (
-        f"{row}, of which a process has about 1/{parts} = {mib(total // parts)}, plus activations; rank 0 has"
-        f" {mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
-    )
+    share = f"of which a process has about 1/{parts} = {mib(total // parts)}, plus activations"
+    more = f"rank 0 has {mib(4 * parameters * (1 + moments))} more in host memory while it saves"
+    return f"{row}, {share}; {more}, twice if on a CPU"

@@ -48,8 +48,6 @@ class _Receipt(BaseModel, strict=True):
 
 @dataclass(frozen=True)
 class Run:
-    """The receipt and the folder of a run."""
-
     receipt: dict[str, Any]
     folder: RunFolder
 

@@ -14,8 +14,6 @@ from pipeline.train.listener import Listener, Start, Update
 
 
 class ToProfile(Listener):
-    """Has torch's profiler record the steps of `profile.steps`."""
-
     def __init__(self, job: Job, log: Callable[[str], None]) -> None:
         assert job.config.profile.steps
         self._first, self._last = job.config.profile.steps

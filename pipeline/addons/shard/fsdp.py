@@ -133,11 +133,9 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
     is_even = len(set(group.all_gather(slices))) == 1 and group.size % slices == 0
     is_unset = slices == 1 and len(set(hosts)) < len(hosts)  # LOCAL_WORLD_SIZE
     if not is_even or is_unset or any(len(set(row)) > 1 for row in rows):
-        raise RequestError(
-            "fsdp.shard=node needs machines with the same number of processes each, consecutive ranks and"
-            f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}",
-            "start with torchrun, or use fsdp.shard=all",
-        ).collective()
+        needed = "machines with the same number of processes each, consecutive ranks and LOCAL_WORLD_SIZE"
+        problem = f"fsdp.shard=node needs {needed}, not ranks on {', '.join(hosts[:16])}"
+        raise RequestError(problem, "start with torchrun, or use fsdp.shard=all").collective()
     ranks = torch.arange(group.size).view(-1, slices)
     # not init_device_mesh: its subgroups would have torch's timeout
     subgroups: list[Any] = [

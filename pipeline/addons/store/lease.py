@@ -35,8 +35,6 @@ _RELEASE_S = 5.0
 
 
 class Lease:
-    """The lease of a mirror."""
-
     def __init__(self, store: Store, owner: str) -> None:
         """owner: identifies the run's folder, so that a restarted process recognises its own."""
         self._store, self._place = store, f"checkpoint.mirror={store}"
