@@ -22,10 +22,7 @@ class Classes:
         self._images = np.argsort(labels, kind="stable")
 
     def samples(self, draws: NDArray[np.float64]) -> tuple[Ids, Ids]:
-        """Return the sample of each pair of draws, and how often it occurs before its place.
-
-        draws: [2, N] in 0..1.
-        """
+        """Return the samples of [2, N] draws in 0..1, and how often each has occurred before."""
         # the last sum may be a rounding below 1, and a class without an image has no share
         labels = np.minimum(np.searchsorted(self._ends, draws[0], side="right"), np.argmax(self._ends))
         within = (draws[1] * self._counts[labels]).astype(np.int64)

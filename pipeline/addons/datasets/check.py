@@ -114,7 +114,6 @@ class Findings:
         return list(zip(self.index.classes, train.tolist(), val.tolist(), strict=True))
 
     def to_json(self) -> str:
-        """Return what was found as JSON."""
         twins, two_labels = ([[*map(self.name, pair)] for pair in pairs] for pairs in self.equal_images())
         found = {
             "images": len(self.digests), "classes": {name: train + val for name, train, val in self.counts()},

@@ -17,10 +17,7 @@ PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"
 
 
 def open_regular(path: str | bytes, flags: int) -> int:
-    """Open a file that may be hostile, as the `opener` of `open`. Raises OSError.
-
-    A named pipe or a device would never end.
-    """
+    """Open a file as the `opener` of `open`; no pipe or device: they never end. Raises OSError."""
     descriptor = os.open(path, flags | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from pipeline.addons.datasets import depth, jpeg, jpeg_restarts
+from pipeline.addons.datasets import jpeg, jpeg_restarts
 from pipeline.data.interface import UnreadableError
 from pipeline.errors import one_line
 
@@ -45,6 +45,10 @@ _TURNS: dict[int, tuple[bool, tuple[int, ...]]] = {
 _WARNING = "Corrupt JPEG data"
 """Beginning of libjpeg's warnings, after which it goes on, for example about bytes below a crop."""
 _EOI = bytes((0xFF, jpeg.EOI))
+_BITS, _SAMPLE_FORMAT, _UNSIGNED, _SIGNED, _FLOAT = 258, 339, 1, 2, 3
+_LOWEST, _HIGHEST = (340, 280), (341, 281)
+"""TIFF tags of the range of the pixels: SMinSampleValue, MinSampleValue; SMaxSampleValue, …"""
+_FULL, _12_BIT = 65535, 4095
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is checked before each decode
 warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata
@@ -194,9 +198,62 @@ def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
     is_16_bit = image.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in tiles)
     image.load()
     if image.mode in _16_BIT_MODES or (image.mode == "F" and checks_range):
-        grey: NDArray[np.uint8] = depth.grey(image, checks_range=checks_range)
-        return torch.from_numpy(grey)[None].expand(3, -1, -1)
+        return torch.from_numpy(_grey(image, checks_range=checks_range))[None].expand(3, -1, -1)
     pixels = np.array(image if image.mode == "RGB" else image.convert("RGB"))
     if checks_range and is_16_bit:
-        depth.check_is_bright(int(pixels.max()) << 8)
+        _check_is_bright(int(pixels.max()) << 8)
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _grey(image: Image.Image, *, checks_range: bool) -> NDArray[np.uint8]:
+    """Return the pixels of an image in grey, [H, W].
+
+    checks_range: as of `_decode_pillow`. Raises UnreadableError if the range is not known.
+    """
+    low, high = _range(image) if checks_range else (0, _FULL)
+    if (low, high) != (0, _FULL):
+        return _scaled(np.array(image, np.float32), low, high)
+    wide = np.array(image, np.int32)  # changed in place, because 80 million pixels take 320 MB
+    if checks_range:
+        _check_is_bright(int(wide.max()))
+    np.clip(wide, 0, _FULL, out=wide)
+    wide += 128
+    wide //= 257
+    return wide.astype(np.uint8)
+
+
+def _check_is_bright(highest: int) -> None:
+    """Raise UnreadableError if the highest value of 16-bit pixels is nearly black."""
+    if 0 < highest <= _12_BIT:
+        problem = f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black"
+        raise UnreadableError(f"{problem}: if they are 12-bit values, multiply them by 16")
+
+
+def _range(image: Image.Image) -> tuple[float, float]:
+    """Return the values of black and white. UnreadableError if the file gives none."""
+    # PNG has 16 bits; Pillow scales the values of PPM to them
+    if image.format != "TIFF" and image.mode != "F":
+        return 0, _FULL
+    tags = getattr(image, "tag_v2", {_BITS: 32, _SAMPLE_FORMAT: _FLOAT})  # else a float image of PPM's family
+    bits, kind, low, high = (
+        np.ravel(next((tags[name] for name in names if name in tags), default))[0]
+        for names, default in (((_BITS,), 8), ((_SAMPLE_FORMAT,), _UNSIGNED), (_LOWEST, 0), (_HIGHEST, 0))
+    )
+    if kind in (_SIGNED, _FLOAT) or bits > 16:
+        if low < high:
+            return float(low), float(high)
+        pixels = f"{bits}-bit {'float' if kind == _FLOAT else 'integer'} pixels"
+        problem = f"{pixels}, and no TIFF tag SMaxSampleValue says which value is white"
+        raise UnreadableError(f"{problem}: save it with 8 bits, or with 16 bits and no sign")
+    # other values are statistics of the image: the highest one that occurs
+    return 0, float(high) if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
+
+
+def _scaled(wide: NDArray[np.float32], low: float, high: float) -> NDArray[np.uint8]:
+    """Return pixels from `low` (black) to `high` (white) as uint8; changes `wide`."""
+    if not (low <= wide.min() and wide.max() <= high):  # also if one is not a number
+        raise UnreadableError(f"it has pixels outside of the range {low:g} to {high:g} that its tags give")
+    wide -= low
+    wide *= 255 / (high - low)
+    wide += 0.5
+    return wide.astype(np.uint8)

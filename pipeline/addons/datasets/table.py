@@ -71,10 +71,7 @@ class Table:
 
     @classmethod
     def named(cls, path: Path, val_split: float, words: list[str]) -> "Table | None":
-        """Return the table that a command names, or None for another name.
-
-        words: keys such as data.columns.path=file_name.
-        """
+        """Return the table at this path, or None. words: keys such as data.columns.path=NAME."""
         is_table = path.suffix.lower() in _DELIMITERS and not path.is_dir()
         if other := [word for word in words if not (is_table and word.startswith("data."))]:
             remedy = "keys of a table are data.columns.path=NAME, …"
@@ -86,10 +83,7 @@ class Table:
         return cls(config, HoldOut(val_split, config.data.split_by))
 
     def open_index(self, spare: Path, *, check_sizes: bool) -> Index:
-        """Return the index from its cache if that is current, else scan and cache it.
-
-        See `manifest.open_index`.
-        """
+        """Return the index from its cache if that is current, see `manifest.open_index`."""
         digest = self._digest()
         for cached in () if check_sizes else manifest.cached_indices(self.root, spare):
             if cached.table == digest and manifest.is_current(cached, self.root):

@@ -44,10 +44,7 @@ _PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
 
 
 def render(request: RenderOptions) -> dict[str, str]:
-    """Return the text of each manifest by file name.
-
-    Raises RequestError if the recipe or a value is invalid.
-    """
+    """Return the text of each manifest by file name. Raises RequestError for an invalid value."""
     for word in request.overrides:
         if word.startswith("run.dir="):
             problem = f"{word} has no effect in a pod"

@@ -93,14 +93,12 @@ class Membership:
             return f"{', '.join(present[key].host for key in new)} can join"
         return ""
 
-    def _next_members(self, present: dict[int, Node], now: float) -> tuple[int, ...]:
-        """Return the members of the next round, or () if it cannot form yet."""
+    def _next_members(self, nodes: dict[int, Node], now: float) -> tuple[int, ...]:
+        """Return the members of the next round, or () if it cannot form yet. nodes: those alive."""
         last = self.round
-        stopping = [key for key in last.members if key in present and present[key].round == last.number
-                    and not present[key].is_waiting]  # fmt: skip
-        here = {
-            key: node for key, node in present.items() if node.is_waiting and now - node.heard <= _FRESH_S
-        }
+        stopping = [key for key in last.members if key in nodes and nodes[key].round == last.number
+                    and not nodes[key].is_waiting]  # fmt: skip
+        here = {key: node for key, node in nodes.items() if node.is_waiting and now - node.heard <= _FRESH_S}
         count = self._largest(len(here))
         if self._leader not in here or not count:
             return ()

@@ -77,7 +77,6 @@ def _exit_code(failure: "ChildFailedError", advice: str) -> int:
 
 
 def signal_children(number: int) -> None:
-    """Send a signal to each child of this process."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError, IndexError):
             if process_stat(int(pid))[1] == str(os.getpid()):

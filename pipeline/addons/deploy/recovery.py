@@ -75,10 +75,7 @@ class ApiServer:
     def request(
         self, verb: str, path: str, body: object = None, content_type: str = "application/json"
     ) -> tuple[Any, datetime]:
-        """Return the answer and the time at the API server. Raises various errors.
-
-        path: what follows the namespace in the URL.
-        """
+        """Return the answer and the server's time. path: what follows the namespace in the URL."""
         context = ssl.create_default_context(cafile=self._account / "ca.crt")
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 refuses the CAs of some clusters
         token = (self._account / "token").read_text(encoding="utf-8").strip()

@@ -235,10 +235,7 @@ class Rendezvous(OpenRendezvous):
         return False
 
     def num_nodes_waiting(self) -> int:
-        """Return 1 if this agent must stop its ranks and come to the next round, otherwise 0.
-
-        torchrun asks ten times per second.
-        """
+        """Return 1 if this agent must stop its ranks, else 0. torchrun asks ten times a second."""
         link = self._link
         assert link is not None
         answer = link.answer

@@ -61,10 +61,9 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     evaluator = Evaluator(model, source, config, divide_resources(config, here), group)
     result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
-    balanced = result.evaluation.balanced_accuracy
     classes = f", {result.evaluation.classes} of {len(source.classes)} classes"
     if not source.label_sets:
-        classes = f", balanced accuracy {balanced or 0:.4f} over {classes[2:]}"
+        classes = f", balanced accuracy {result.evaluation.balanced_accuracy or 0:.4f} over {classes[2:]}"
     log_evaluation("validation", result, terminal, classes)
     group.shutdown()
     weights = f"sha256:{weights_digest(eval_weights(contents))}"

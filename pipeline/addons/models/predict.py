@@ -48,10 +48,7 @@ _FORMULA = re.compile(r"[=@]|[+-](?![\d.]+$)")  # beginning of a class name that
 
 
 def predict(target: str, paths: list[str], *, as_json: bool) -> str:
-    """Run `pipeline predict`; return the predictions as a table, or as JSON.
-
-    Raises StorageError if no image has a prediction.
-    """
+    """Return the predictions as a table or as JSON. Raises StorageError if no image has one."""
     terminal = Terminal()
     images, left_out = list_images(paths)
     contents = read_model(target)

@@ -53,10 +53,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Return the run in a folder.
-
-        Raises RequestError if there is no receipt, or if it lacks what a repetition needs.
-        """
+        """Return the run in a folder. Raises RequestError if its receipt cannot be repeated."""
         check_run_folder(path)
         folder = RunFolder(path)
         try:

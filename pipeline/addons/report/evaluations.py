@@ -41,10 +41,7 @@ def find_mistakes(predictions: Predictions) -> NDArray[np.int64]:
 
 
 def most_confident_mistakes(predictions: Predictions | ClassPrecisions, count: int) -> NDArray[np.int64]:
-    """Return the ids of the `count` most confident mistakes, the worst first.
-
-    None with several labels a picture.
-    """
+    """Return ids of the `count` most confident mistakes, worst first; none with several labels."""
     if isinstance(predictions, ClassPrecisions):
         return np.empty(0, np.int64)
     wrong = find_mistakes(predictions)

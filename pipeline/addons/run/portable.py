@@ -71,10 +71,7 @@ def _obstacle(config: Config, *, on_gpu: bool) -> str:
 
 
 def prepare(config: Config, world: World) -> None:
-    """Set the variables, for this process and those that it starts, if the run is portable.
-
-    Call it before torch is imported.
-    """
+    """Set the variables of a portable run, and of its children. Comes before torch's import."""
     if portability(config, world)[0]:
         os.environ.update(VARIABLES)
 

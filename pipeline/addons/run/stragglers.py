@@ -40,10 +40,7 @@ class StragglerWatch:
         return times
 
     def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
-        """Log a rank that is slow twice in a row, and return metrics.
-
-        times: microseconds of each rank for `steps`.
-        """
+        """Log a rank that is slow twice in a row; return metrics. times: of each rank in µs."""
         if not times:
             return {}
         slowest = max(range(len(times)), key=lambda rank: times[rank])

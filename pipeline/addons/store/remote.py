@@ -110,7 +110,6 @@ class StoreImages(SplitImages):
         self._reader().expect([i for i in wanted if not (self.cache and self.cache.has(i))])
 
     def part(self, i: int) -> Range:
-        """Return where image i is."""
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         return Range(shard_name(self.split_name, shard), offset, self.size(i), crc)
 

@@ -25,8 +25,6 @@ ABANDONED = "abandoned.json"
 
 
 class Comparison:
-    """The contents of a mirror, compared with a run's folder."""
-
     def __init__(
         self, store: Store, folder: RunFolder, resume: str, is_restart: Callable[[Path], bool], scratch: Path
     ) -> None:
