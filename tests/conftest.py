@@ -168,12 +168,6 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> S3Server:
     return Weed(tmp_path_factory.mktemp("weed")).start().wait_ready()
 
 
-@pytest.fixture(scope="session")
-def weak_object_store(tmp_path_factory: pytest.TempPathFactory) -> S3Server:
-    """Start an S3 server that ignores the conditions of a write, and answers ranges with 200."""
-    return Rclone(tmp_path_factory.mktemp("rclone")).start().wait_ready()
-
-
 @pytest.fixture
 def bucket(object_store: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """Make a bucket for one test, and set AWS_… for it in the environment."""
@@ -181,8 +175,11 @@ def bucket(object_store: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def weak_bucket(weak_object_store: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    yield from _bucket(weak_object_store, monkeypatch)
+def weak_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """Make a bucket on a server that ignores a write's conditions, and answers ranges with 200."""
+    server = Rclone(tmp_path / "rclone").start().wait_ready()
+    yield from _bucket(server, monkeypatch)
+    server.kill()
 
 
 def _bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:

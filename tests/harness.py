@@ -142,12 +142,10 @@ def quick(
     return run_together([["pipeline", *arguments]], [env], cwd, timeout, prelude).ended_with(code)
 
 
-def bench(
-    name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str
-) -> Result:
+def bench(name: str, *arguments: str, launcher: tuple[str, ...] = (), **env: str) -> Result:
     """Run a script of benchmarks/ in a fork. launcher: a module and its arguments before it."""
     script = ROOT / f"benchmarks/{name}.py"
-    return run_together([[*launcher, str(script), *arguments]], [env], cwd, 300)
+    return run_together([[*launcher, str(script), *arguments]], [env], timeout=300)
 
 
 def docker(*arguments: str, timeout: float = 600, check: bool = True, **env: str) -> str:
@@ -173,9 +171,15 @@ def torchrun(nproc: int, *options: str) -> list[str]:
     return [*launcher, "--nproc-per-node", str(nproc), "-m", "pipeline"]
 
 
+def free_ports(count: int) -> list[int]:
+    """Return different TCP ports that nothing uses."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [listener.getsockname()[1] for listener in listeners]
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    return free_ports(1)[0]
 
 
 @dataclass
@@ -299,10 +303,11 @@ class Job:
             return int(json.loads(last)["step"]) if last else 0
         return 0
 
-    def wait_for_step(self, step: int, timeout: float = 120) -> int:
-        """Wait until this start, not an earlier one, has made the step."""
+    def wait_for_step(self, step: int, timeout: float = 120) -> "Job":
+        """Wait until this start, not an earlier one, has made the step; return the run."""
         self.wait_for_start(timeout)
-        return self.wait_until(lambda: self.step() if self.step() >= step else 0, f"step {step}", timeout)
+        self.wait_until(lambda: self.step() >= step, f"step {step}", timeout)
+        return self
 
     def wait_for_start(self, timeout: float = 120) -> None:
         """Wait until this start has loaded its state and begins to train."""
@@ -466,6 +471,12 @@ def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSON-lines file, which may not exist yet."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.exists() else []
+
+
+def contents_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return inode, time and bytes of each file but mlflow.lock, which its sender may refresh."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "mlflow.lock"]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
 def assert_same(run: Job, expected: Job) -> None:

@@ -29,18 +29,11 @@ from typing import Any
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
-from harness import SHARING, environment
+from harness import SHARING, environment, free_ports
 
 from pipeline.supervision import die_with_parent
 
 BIN = Path(sys.executable).parent
-
-
-def free_ports(count: int) -> list[int]:
-    """Return different TCP ports that nothing uses."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [listener.getsockname()[1] for listener in listeners]
 
 
 class S3Server:
