@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from harness import DIGITS, plan_of
 
 from pipeline.addons.models import zoo
 from pipeline.addons.models.functions import meta_model
 from pipeline.config.load import RECIPES, from_yaml, load
 from pipeline.plan import DataSize
-from pipeline.planning import make_plan
-from pipeline.world import World
 
 IMAGENET, CIFAR10 = DataSize(1_281_167, 50_000, 1000), DataSize(50_000, 10_000, 10)
-DIGITS = DataSize(1437, 360, 10)
 RUNS = {
     "digits": (2, DIGITS, None), "finetune-cpu": (2, DIGITS, None),
     "finetune": (1, DataSize(10_000, 1_000, 20), 1.25e-5), "imagenette": (8, DataSize(9469, 3925, 10), None),
@@ -37,7 +35,7 @@ def test_every_recipe_is_in_this_file_and_in_the_documentation() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recipe_has_a_plan_and_says_what_was_run_here(name: str) -> None:
     size, data, rate = RUNS[name]
-    plan = make_plan(load(name, []), World(size=size, local_size=size, cpus=64), data)
+    _, plan = plan_of(recipe=name, data=data, size=size, cpus=64)
     assert plan.total_steps > 0
     assert rate is None or plan.peak_lr == pytest.approx(rate, rel=1e-3)
     comment = (RECIPES / f"{name}.yaml").read_text().split("\ndata:")[0]
@@ -63,10 +61,9 @@ def test_the_published_receipts_are_of_the_recipes_as_they_are_now() -> None:
 
 def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> None:
     models = {config.model.arch: config.model for config in (load(name, []) for name in RUNS)}
-    counts = {arch: count(meta_model(model, 1000)) for arch, model in models.items()}
     # From torchvision's documentation of its weights; vit_s_16 as in DeiT-S; resnetblur50d as the
     # resnet50d of timm.
-    assert counts == {
+    assert {arch: count(meta_model(model, 1000)) for arch, model in models.items()} == {
         "resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664, "vit_l_16": 304_326_632,
         "airbench94": 2_224_792, "airbench96": 13_224_344, "timm/resnetblur50d": 25_576_264,
         "timm/convnext_tiny.in12k_ft_in1k": 28_589_128,

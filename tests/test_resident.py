@@ -2,24 +2,22 @@
 
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_same, kill, refused
+from harness import SMALL, Job, assert_same, kill, plan_of, refused
 from streams import make_trainer, train_batches
 from torchvision.transforms import v2
 
 from pipeline.addons.datasets.resident_images import load_images
 from pipeline.addons.datasets.resident_limits import resident_bytes
-from pipeline.config.load import load
 from pipeline.config.sections import Augment
 from pipeline.data.augment import MEAN_COLOUR, SampleKey, draw_erasing
 from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.randomness import derive
 from pipeline.record.terminal import SILENT
-from pipeline.world import World
 
 SHIFTS = ("augment.size=32", "augment.pad=4")
 
@@ -43,8 +41,7 @@ def test_a_run_has_the_loaders_trace_and_weights_also_after_a_kill(tmp_path: Pat
                  "evaluate.every=10 steps", "evaluate.batch=70", "checkpoint.every=5 steps"]  # fmt: skip
     loader = Job(tmp_path / "loader", [*arguments, "data.resident=off"], nproc=2)
     loader.run_in_forks()
-    run = Job(tmp_path / "run", arguments, nproc=2).start()
-    run.wait_for_step(12)
+    run = Job(tmp_path / "run", arguments, nproc=2).start().wait_for_step(12)
     kill(run.ranks()[0], signal.SIGKILL)
     run.wait()
     assert "decoded the training images: 4.2 MiB on cpu" in run.run().err
@@ -70,9 +67,8 @@ def test_validation_images_are_decoded_once(digits: Path, tmp_path: Path) -> Non
     sorted((root / "val").rglob("*.png"))[70].write_text("text")
     results = []
     for mode in ("off", "auto"):
-        evaluator = make_trainer(
-            root, f"data.resident={mode}", "evaluate.batch=50", "data.workers=1"
-        ).evaluator
+        trainer = make_trainer(root, f"data.resident={mode}", "evaluate.batch=50", "data.workers=1")
+        evaluator = trainer.evaluator
         stopping = iter([False, False, True])
         assert evaluator.evaluate(1, SILENT, lambda stopping=stopping: next(stopping)) is None
         results += [evaluator.evaluate(1, SILENT, lambda: False) for _ in range(2)]
@@ -96,13 +92,12 @@ def test_validation_images_are_decoded_once(digits: Path, tmp_path: Path) -> Non
      ("train.max_steps=5", "the run is shorter than an epoch")],
 )  # fmt: skip
 def test_the_plan_says_why_images_are_not_resident(words: str, reason: str) -> None:
-    size = DataSize(50_000, 10_000, 10)
-    config = load("digits", [*SHIFTS, *words.split()])
-    plan = make_plan(config, World(), size)
+    request, size = (*SHIFTS, *words.split()), DataSize(50_000, 10_000, 10)
+    config, plan = plan_of(*request, data=size)
     assert plan.not_resident == reason
     assert reason or resident_bytes(config, plan, "cpu") == 60_000 * 3 * 32 * 32
-    on = load("digits", [*SHIFTS, *words.split(), "data.resident=on"])
+    on = partial(plan_of, *request, "data.resident=on", data=size)
     if "augment" in reason:
-        assert f"is not possible: {reason}" in refused(lambda: make_plan(on, World(), size))
+        assert f"is not possible: {reason}" in refused(on)
     else:
-        assert not make_plan(on, World(), size).not_resident
+        assert not on()[1].not_resident

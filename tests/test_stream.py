@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import FakeStream
-from harness import children, kill
+from harness import children, kill, plan_of
 from streams import GlobalBatch, joined, stream, train_batches
 from torch.nn import functional
 
 from pipeline.addons.datasets.images import Picture
-from pipeline.config.load import load
 from pipeline.config.sections import Augment
 from pipeline.data import loader, workers
 from pipeline.data.augment import SampleKey, augment
@@ -31,9 +30,7 @@ from pipeline.data.transfer import _to_gpu, to_device
 from pipeline.data.workers import Allocate
 from pipeline.errors import StorageError
 from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.randomness import derive
-from pipeline.world import World
 
 STEPS = range(26, 32)  # an epoch of the digits in batches of 48 is 29 steps; sizes grow at its end
 ALL_WAYS = list(product((1, 2, 4), (0, 2, 4), (1, 2, 4)))
@@ -50,9 +47,7 @@ FEATURES = {
     "uniform draws": "data.balance=uniform augment.repeats=2 augment.mixup=0.2",
     "draws by square roots": "data.balance=sqrt augment.repeats=2 augment.mixup=0.2",
 }
-POLICIES = [
-    f"augment.policy={name} augment.mixup=0.2" for name in ("autoaugment", "trivialaugment", "augmix")
-]
+OTHERS = [f"augment.policy={name} augment.mixup=0.2" for name in ("autoaugment", "trivialaugment", "augmix")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +60,7 @@ def reference(digits: Path) -> list[GlobalBatch]:
 @pytest.mark.parametrize(
     "words",
     [*(pytest.param(words, id=name) for name, words in FEATURES.items()),
-     *(pytest.param(words, marks=pytest.mark.full) for words in POLICIES)],
+     *(pytest.param(words, marks=pytest.mark.full) for words in OTHERS)],
 )  # fmt: skip
 def test_every_global_batch_is_the_same_however_it_is_made(
     digits: Path, reference: list[GlobalBatch], words: str, full: bool
@@ -107,8 +102,8 @@ def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:
 def test_classes_are_drawn_by_their_shares(balance: str, weights: tuple[int, ...]) -> None:
     counts = (900, 100, 0, 10_000)
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(4, dtype=np.int32), counts))
-    config = load("digits", [f"data.balance={balance}", "batch.global=100"])
-    order = Order(make_plan(config, World(), DataSize(11_000, 10, 4)), 0, labels)
+    _, plan = plan_of(f"data.balance={balance}", "batch.global=100", data=DataSize(11_000, 10, 4))
+    order = Order(plan, 0, labels)
     firsts = []
     for epoch in range(2):
         draws = [order.draws(step) for step in range(epoch * 110, (epoch + 1) * 110)]
@@ -172,7 +167,7 @@ def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
 
 @pytest.mark.parametrize("images", [48, 97, 1000])
 def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -> None:
-    plan = make_plan(load("digits", ["batch.global=48", "train.epochs=3"]), World(), DataSize(images, 10, 10))
+    _, plan = plan_of("batch.global=48", "train.epochs=3", data=DataSize(images, 10, 10))
     order, steps = Order(plan, 0), plan.steps_per_epoch
     epochs = []
     for epoch in range(3):
