@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from harness import ROOT, environment, free_port
+
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SERVERS = ("make ui", "mlflow server", "mlflow models serve")
 NOT_RUN = {
@@ -90,17 +90,13 @@ def follow(page: Path, folder: Path) -> int:
         else:
             script.append(f"{command} || stopped $?" if command.startswith("timeout ") else command)
     (folder / "page.sh").write_text("\n".join(script) + "\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environment = dict(os.environ)
-    for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
-        environment.pop(name, None)
-    environment |= {"BROWSER": "true", "PORT": str(port)}  # for `make ui`, where no window opens
-    environment |= {"PYTHONPATH": str(clone)}  # the clone's code runs in the linked environment
-    environment |= {"OMP_WAIT_POLICY": "passive"}  # on busy cores, threads would spin for most of their time
+    env = environment(BROWSER="true", PORT=str(free_port()))  # for `make ui`, where no window opens
+    env.pop("VIRTUAL_ENV", None)
+    env |= {"PYTHONPATH": str(clone)}  # the clone's code runs in the linked environment
+    env |= {"OMP_WAIT_POLICY": "passive"}  # on busy cores, threads would spin for most of their time
     command = ["bash", folder / "page.sh"]
     try:
-        return subprocess.run(command, cwd=clone, env=environment, check=False).returncode
+        return subprocess.run(command, cwd=clone, env=env, check=False).returncode
     finally:
         for file in folder.glob("server-*.pid"):  # each in a session of its own
             with suppress(ProcessLookupError):

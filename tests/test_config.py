@@ -17,8 +17,6 @@ from pipeline.config.values import Duration
 from pipeline.errors import RequestError
 
 DIGITS = (RECIPES / "digits.yaml").read_text()
-
-
 Write = Callable[[str | bytes], str]
 
 
@@ -75,19 +73,16 @@ def test_a_duration_is_read_in_every_unit_and_round_trips() -> None:
             Duration.parse(text)
 
 
-WRONG = {
-    "train.epoch=3": "train.epochs", "lr=3": "optimizer.lr", "batch.global_=96": "batch.global",
-    "qqq=1": "recipe, parallel, run", "train.epochs=ten": "1 to 1000000", "data.workers=1.5": "auto",
-    "optimizer.lr=nan": "> 0 and ≤ 1000000", "run.trace=perhaps": "true | false",
-    "optimizer.name=lion": "sgd | adamw | lamb | muon", "run.dir=": "string",
-    "track.register=my model": "NAME@ALIAS", "evaluate.every=0": "above 0",
-    "run.seed=9223372036854775808": "2^63−1", "profile.steps=[20]": "'profile.steps=[20, 24]'",
-    "augment.scale=[0.1]": "2 values", "train.epochs.x=1": "train.epochs",
-}  # fmt: skip
-
-
 def test_a_wrong_key_or_value_is_one_line_that_names_the_nearest_key_or_what_is_allowed() -> None:
-    for given, named in WRONG.items():
+    for given, named in {
+        "train.epoch=3": "train.epochs", "lr=3": "optimizer.lr", "batch.global_=96": "batch.global",
+        "qqq=1": "recipe, parallel, run", "train.epochs=ten": "1 to 1000000", "data.workers=1.5": "auto",
+        "optimizer.lr=nan": "> 0 and ≤ 1000000", "run.trace=perhaps": "true | false",
+        "optimizer.name=lion": "sgd | adamw | lamb | muon", "run.dir=": "string",
+        "track.register=my model": "NAME@ALIAS", "evaluate.every=0": "above 0",
+        "run.seed=9223372036854775808": "2^63−1", "profile.steps=[20]": "'profile.steps=[20, 24]'",
+        "augment.scale=[0.1]": "2 values", "train.epochs.x=1": "train.epochs",
+    }.items():  # fmt: skip
         line = refused("digits", given)
         assert line.startswith(given.partition("=")[0].removesuffix(".x"))
         assert named in line
@@ -134,16 +129,14 @@ def test_invalid_yaml_is_refused_in_one_line(write: Write) -> None:
         assert says in refused(write(text))
 
 
-PASSWORDS = {
-    "https://user:hunter2@still:hunter2@host": "https://host",
-    "postgresql+psycopg2://me:Zx9?/#hunter2@db/x?sslmode=require": "postgresql+psycopg2://db/x?sslmode=require",
-    "postgresql://host/db?password=hunter2&sslmode=require": "postgresql://host/db?sslmode=require",
-    "sqlite:////data/a@b/mlflow.db": "sqlite:////data/a@b/mlflow.db",
-}
-
-
 def test_a_password_is_used_and_neither_written_nor_repeated() -> None:
-    for uri, written in PASSWORDS.items():
+    for uri, written in (
+        ("https://user:hunter2@still:hunter2@host", "https://host"),
+        ("postgresql+psycopg2://me:Zx9?/#hunter2@db/x?sslmode=require",
+         "postgresql+psycopg2://db/x?sslmode=require"),
+        ("postgresql://host/db?password=hunter2&sslmode=require", "postgresql://host/db?sslmode=require"),
+        ("sqlite:////data/a@b/mlflow.db", "sqlite:////data/a@b/mlflow.db"),
+    ):  # fmt: skip
         config = load("digits", [f"track.uri={uri}"])
         assert config.track.uri == uri
         assert yaml.safe_load(config.to_yaml())["track"]["uri"] == written

@@ -4,17 +4,18 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 
 import pytest
 import yaml
 from follow_page import FENCE, follow
 from follow_page import commands as shell_commands
+from harness import ROOT
 
 from pipeline.cli.main import parse
 from pipeline.config.load import load
 
-ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
@@ -26,11 +27,9 @@ def commands(page: Path) -> Iterator[list[str]]:
         text = block.replace("\\\n", " ").replace("sha256:…", f"sha256:{64 * '0'}").replace("…", "x")
         parts = re.split(r"&&|;|\||\n", text.replace("'", "’")) if language in ("sh", "text", "") else ()
         for words in (shlex.split(part, comments=True) for part in parts):
-            starts = [
-                index for index, word in enumerate(words, 1) if word in ("pipeline", ".venv/bin/pipeline")
-            ]
-            if starts and re.fullmatch(r"[a-z0-9]+", words[starts[0]]):
-                yield words[starts[0] :]
+            found = [*dropwhile(lambda word: word not in ("pipeline", ".venv/bin/pipeline"), words)][1:]
+            if found and re.fullmatch(r"[a-z0-9]+", found[0]):
+                yield found
 
 
 def test_waiting_for_a_job_on_a_cluster_also_ends_when_it_fails(tmp_path: Path) -> None:
