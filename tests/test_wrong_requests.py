@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, MakeJob, before_each, environment, free_port, pipeline, quick
+from harness import SMALL, Job, MakeJob, before_each, free_port, pipeline, quick, run_together
 from place import SMALL as IMAGES
 from place import Place
 
@@ -30,7 +30,9 @@ FOLDERS = {
     "few": ["a/1.jpg", "b/1.jpg"], "texts": ["train/a/1.txt", "train/b/1.txt", "val/a/1.txt", "val/b/1.txt"],
     "differ": ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
     "folder-image": ["train/a/1.jpg", "train/b/1.jpg", "train/b/000.jpg/x", "val/a/1.jpg", "val/b/1.jpg"],
-    "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"],
+    "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"], "bare": ["1.jpg"],
+    "flat": ["train/a/1.jpg", "train/b/1.jpg", "val/1.jpg"], "one-class": ["train/a/1.jpg", "val/a/1.jpg"],
+    "sums": ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/b/1.jpg", "SHA256SUMS"],
 }  # fmt: skip
 
 # A request; the flag, key, value or path that its line names; the exit code, if it is not 2.
@@ -100,6 +102,10 @@ train digits data.source=folder data.root=packed | data.source=pack
 train digits data.source=pack data.root=photos | 'pipeline data pack photos photos-pack'
 train digits data.source=pack data.root=torn-pack | torn-pack
 train digits data.source=folder data.root=differ | c in val/ only
+train digits data.source=folder data.root=bare | data.root=bare holds no folders
+train digits data.source=folder data.root=flat | val/ of data.root=flat holds no folders
+train digits data.source=folder data.root=one-class | data.root=one-class holds one class folder, a/
+train digits data.source=folder data.root=sums | SHA256SUMS line 1 is not a sum and a file name
 train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg
 train digits data.source=folder data.root=few | no image to validate on
@@ -109,6 +115,7 @@ doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done/checkpoints/none.pt --best | --best
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
+evaluate runs/done data.source=table data.table=several.csv data.root=photos | several labels a picture
 predict models:/digits@best photos | MLFLOW_TRACKING_URI
 predict runs/done texts | no image in
 predict runs/done photos nosuch.jpg | nosuch.jpg
@@ -249,11 +256,6 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
             parse(shlex.split(command))
 
 
-def test_several_labels_are_refused_by_a_model_of_one(folder: Path) -> None:
-    words = ("evaluate", "runs/done", "data.source=table", "data.table=several.csv", "data.root=photos")
-    assert "the data has several labels a picture" in quick(*words, cwd=folder, code=2).error
-
-
 def test_a_wrong_request_ends_before_torch_is_imported(tmp_path: Path, digits: Path) -> None:
     (tmp_path / "torch.py").write_text("import os\nos._exit(99)\n")
     train = ("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none")
@@ -284,8 +286,7 @@ def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Pa
         pytest.skip("this system has no mount namespaces")
     train = [*small, sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", *SMALL]
     train += [f"run.dir={tmp_path / 'run'}", "data.workers=2", "train.max_steps=4"]
-    done = subprocess.run(train, capture_output=True, text=True, env=environment(), check=False)
-    assert done.returncode == 0, done.stderr
+    run_together([train], [{}]).ended_with(0)
 
 
 def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place) -> None:
@@ -326,7 +327,6 @@ def test_torchrun_prints_a_wrong_request_once(tmp_path: Path, digits: Path, full
 def test_all_ranks_end_if_the_earlier_run_cannot_be_set_aside(job: MakeJob) -> None:
     fail = ("from pipeline.errors import StorageError", "raise StorageError('the disk is full', 'make room')")
     prelude = before_each("pipeline.operate.start.set_aside", *fail)
-    run = job("train.max_steps=2", "run.resume=never", nproc=2, prelude=prelude)
-    result = run.run_in_forks(code=4)
+    result = job("train.max_steps=2", "run.resume=never", nproc=2, prelude=prelude).run_in_forks(code=4)
     assert result.err.count("the disk is full") == 1, "all ranks raise it, one prints it"
     assert "Traceback" not in result.err
