@@ -1,8 +1,8 @@
 """`data check` says what looks wrong with images that can be read: equal, dark and turned ones."""
 
-import itertools
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,14 @@ def write(root: Path, name: str, image: Image.Image, orientation: int = 1) -> No
 def good(tmp_path: Path) -> Path:
     """Return a folder of three classes, each with 3 images to train and 1 held out."""
     rng = np.random.default_rng(1)
-    for label, name in itertools.product(
-        ("ant", "bee", "cat"), ("train/{}/1", "train/{}/2", "train/{}/3", "val/{}/1")
-    ):
+    for label, name in product(("ant", "bee", "cat"), ("train/{}/1", "train/{}/2", "train/{}/3", "val/{}/1")):
         image = Image.fromarray(rng.integers(0, 256, (8, 9, 3), np.uint8))
         write(tmp_path / "photos", name.format(label) + ".png", image)
     return tmp_path / "photos"
 
 
 def found(root: Path, code: int = 0) -> dict[str, Any]:
-    result = quick("data", "check", str(root), "--json", code=code)
-    return dict(json.loads(result.out))
+    return dict(json.loads(quick("data", "check", str(root), "--json", code=code).out))
 
 
 @pytest.mark.usefixtures("jpegtran")

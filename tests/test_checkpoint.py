@@ -35,11 +35,9 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def write(
-    run: RunFolder, *steps: int, keep: int = 2, best: int | None = None, log: Any = pytest.fail
-) -> list[Path]:
+def write(run: RunFolder, *steps: int, keep: int = 2, best: int | None = None) -> list[Path]:
     """Write a checkpoint of each step, and return those that are then there, newest first."""
-    writer = CheckpointWriter(run, keep, log, on_saved=print)
+    writer = CheckpointWriter(run, keep, pytest.fail, on_saved=print)
     for step in steps:
         writer.save(contents(step), step, best)
     writer.wait()
@@ -62,8 +60,7 @@ def test_every_damaged_checkpoint_is_named_and_skipped(run: RunFolder, notes: No
     for damaged in damages:
         path.write_bytes(damaged)
         lines: list[str] = []
-        found = newest_verified(run.checkpoints, lines.append)
-        assert step_of(found[0]) == 1
+        assert step_of(newest_verified(run.checkpoints, lines.append)[0]) == 1
         assert [path.name in line for line in lines] == [True]
     notes.note("C2", times=len(damages))
 

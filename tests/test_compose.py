@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import yaml
 from harness import ROOT, listening
-from object_store import Weed
+from object_store import BIN, Weed
 
 import pipeline
 from pipeline.addons.deploy import node
 
 FILES = sorted(ROOT.glob("docker-compose*.yml"))
-BIN = Path(sys.executable).parent
 EXAMPLES = dict(re.findall(r"^#(\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
 """The lines of .env.example that a reader uncomments."""
 
@@ -58,10 +57,8 @@ def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
     assert found["cap_drop"] == ["ALL"]
     assert set(found.get("cap_add", [])) <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
     assert not found.get("cap_add") or name == "postgres", "only postgres's image starts as root"
-    memory, processes = (
-        str(found[limit]).rpartition(":-")[2].rstrip("}") for limit in ("mem_limit", "pids_limit")
-    )
-    assert int(processes) > 0
+    memory, pids = (str(found[key]).rpartition(":-")[2].rstrip("}") for key in ("mem_limit", "pids_limit"))
+    assert int(pids) > 0
     assert (memory == "0") == (name == "trainer")
     said = " ".join((ROOT / "SECURITY.md").read_text().split())
     assert "trainer has none until `.env` sets `TRAINER_MEMORY`" in said
@@ -129,8 +126,7 @@ def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
     installs = re.findall(r"pip install (.*)", dockerfile)
     assert len(installs) == 5
     assert all("--require-hashes" in words or "--no-index" in words for words in installs), installs
-    locks = set(re.findall(r"source=(requirements[\w-]*\.lock)", dockerfile))
-    for name in locks:
+    for name in set(re.findall(r"source=(requirements[\w-]*\.lock)", dockerfile)):
         text = (ROOT / name).read_text()
         assert "://" not in text, "no URL of a package index"
         assert all("--hash=sha256:" in package for package in re.split(r"\n(?=\w)", text.strip())), name

@@ -63,10 +63,9 @@ def test_an_overdue_pod_is_marked_failed_and_deleted_and_no_other() -> None:
     assert listed == f"pods?labelSelector=app%3Dtrainer&fieldSelector={running}"
     assert patch[:2] == ("PATCH", "pods/trainer-1-x7k2p/status")
     assert patch[2]["metadata"] == {"uid": "uid-of-trainer-1-x7k2p", "resourceVersion": "7"}
-    assert patch[2]["status"].items() >= {"phase": "Failed", "reason": "NodeDidNotAnswer"}.items()
-    assert [(row["type"], row["status"]) for row in patch[2]["status"]["conditions"]] == [
-        ("DisruptionTarget", "True")
-    ]
+    status = patch[2]["status"]
+    assert status.items() >= {"phase": "Failed", "reason": "NodeDidNotAnswer"}.items()
+    assert [(row["type"], row["status"]) for row in status["conditions"]] == [("DisruptionTarget", "True")]
     assert delete[:2] == ("DELETE", "pods/trainer-1-x7k2p")
     assert delete[2]["gracePeriodSeconds"] == 0
     assert delete[2]["preconditions"] == {"uid": "uid-of-trainer-1-x7k2p"}

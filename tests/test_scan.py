@@ -18,10 +18,7 @@ from pipeline.addons.datasets.images import decode
 from pipeline.addons.datasets.manifest import open_index, scan, scan_validation
 from pipeline.addons.datasets.names import EXTENSIONS, normal_path
 
-IMAGES = [
-    f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)
-]
-HIDDEN_FILES = ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini")
+IMAGES = [f"{side}/{kind}/{i}.png" for side in ("train", "val") for kind in ("cat", "dog") for i in range(4)]
 HIDDEN_FOLDERS = (".ipynb_checkpoints", "__MACOSX", "lost+found", "@eaDir", "$RECYCLE.BIN",
                   "System Volume Information", "#recycle", ".Trash-1000")  # fmt: skip
 
@@ -32,7 +29,8 @@ def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, class
     root = fill(tmp_path / "photos", *images, f"{classes[0]}/9.png")
     clean = open_index(root, HoldOut(0.5), tmp_path, check_sizes=False)
     assert (clean.ignored, scan(root, HoldOut(0.5)).ignored) == ({}, {}), "its own cache is no hidden file"
-    hidden = [*HIDDEN_FILES, *(f"{name}/1.png" for name in HIDDEN_FOLDERS)]
+    files = ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini")
+    hidden = [*files, *(f"{name}/1.png" for name in HIDDEN_FOLDERS)]
     folders = (os.path.dirname(classes[1]) or ".", *classes)
     fill(root, *(f"{folder}/{name}" for folder in folders for name in hidden))
     index = scan(root, HoldOut(0.5))
@@ -163,5 +161,4 @@ def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_
     assert index.val.labels.tolist() == [0, 1]
     assert names(scan_validation(root, (LATTE_NFD, "cat"), None)[0]) == names(index.val)
     fill(root, "train/p\u0430ss/1.png", "val/pass/1.png")  # the first with a Cyrillic letter
-    line = refused(lambda: scan(root, HoldOut()))
-    assert "p\\u0430ss') in train/ only, pass in val/ only" in line
+    assert "p\\u0430ss') in train/ only, pass in val/ only" in refused(lambda: scan(root, HoldOut()))

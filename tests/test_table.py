@@ -145,8 +145,7 @@ def test_labels_that_look_equal_are_one_class_and_the_plan_says_so() -> None:
 
 
 def test_missing_files_and_equal_images_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    index = index_of(TABLE + "a/4.png,cat\n")
-    assert "1 file missing, such as a/4.png in row 8" in index.size.notes
+    assert "1 file missing, such as a/4.png in row 8" in index_of(TABLE + "a/4.png,cat\n").size.notes
     assert main(["data", "check", "t.csv", "--json"]) == 4
     found = json.loads(capsys.readouterr().out)
     assert found["defects"] == [{"file": "a/4.png", "reason": "No such file or directory"}]

@@ -67,9 +67,8 @@ def test_it_follows_pod_0_and_its_replacement_until_the_job_is_complete(tmp_path
         [job("Complete"), peer, lost, pod("trainer-0-c", 2, DONE, DONE, phase="Succeeded")],
     )
     shown = result.ended_with(0).out.splitlines()
-    assert [line for line in dict.fromkeys(shown) if "log" in line] == [
-        "the log of trainer-0-a", "the log of trainer-0-c",
-    ]  # fmt: skip
+    logs = [line for line in dict.fromkeys(shown) if "log" in line]
+    assert logs == ["the log of trainer-0-a", "the log of trainer-0-c"]
     assert shown[-1] == "the Job trainer is complete"
     assert result.err.splitlines() == [
         "trainer-0-a: preflight runs", "trainer-1-b: Pending: Unschedulable: 0/3 nodes have a GPU",
