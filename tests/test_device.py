@@ -72,27 +72,25 @@ def test_nccl_has_a_fixed_order_before_the_group_forms(monkeypatch: pytest.Monke
     assert seen == ["NVLS", "NVLS", "Ring"]
 
 
-def check_gradients(arch: str, size: int, *words: str, has_gpu: bool = True) -> None:
+def check_gradients(arch: str, size: int, words: str = "", *, has_gpu: bool = True) -> None:
     """Make the checks of a start with a model."""
     model = (f"model.arch={arch}", f"augment.size={size}", "batch.global=8")
-    config, plan = plan_of(*model, *words, has_gpu=has_gpu)
+    config, plan = plan_of(*model, *words.split(), has_gpu=has_gpu)
     check_model_builds(config, plan, World(has_gpu=has_gpu), is_resumed=True)
 
 
 @pytest.mark.parametrize(
     ("arch", "words", "size"),
-    [("alexnet", (DETERMINISTIC,), 64), ("vgg11", (EXACT, "exact.shards=4"), 64),
-     ("vgg11_bn", (DETERMINISTIC,), 224)],  # 224: the layer does not change the size
+    [("alexnet", DETERMINISTIC, 64), ("vgg11", f"{EXACT} exact.shards=4", 64),
+     ("vgg11_bn", DETERMINISTIC, 224)],  # 224: the layer does not change the size
 )  # fmt: skip
-def test_a_gpu_refuses_a_layer_without_a_deterministic_gradient(
-    arch: str, words: tuple[str, ...], size: int
-) -> None:
-    line = refused(lambda: check_gradients(arch, size, *words))
+def test_a_gpu_refuses_a_layer_without_a_deterministic_gradient(arch: str, words: str, size: int) -> None:
+    line = refused(lambda: check_gradients(arch, size, words))
     assert f"{arch} has the layer AdaptiveAvgPool2d" in line
     check_gradients(arch, size)
-    check_gradients(arch, size, *words, "run.device=cpu")
-    check_gradients(arch, size, *words, has_gpu=False)
-    check_gradients(arch, size, *words, "model.init=DEFAULT", "model.freeze=backbone")  # it has no gradient
+    check_gradients(arch, size, f"{words} run.device=cpu")
+    check_gradients(arch, size, words, has_gpu=False)
+    check_gradients(arch, size, f"{words} model.init=DEFAULT model.freeze=backbone")  # it has no gradient
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t"])
@@ -134,10 +132,8 @@ def _join_with_gpu(rank: int, address: str, *uuids: str) -> None:
     try:
         form_group(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
     except RequestError as error:
-        named = re.match(
-            r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU", str(error)
-        )
-        code = error.code if named and error.is_collective else 1
+        says = r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU"
+        code = error.code if re.match(says, str(error)) and error.is_collective else 1
     dist.all_reduce(torch.zeros(1))  # neither leaves before the other has raised
     os._exit(code)
 
@@ -148,11 +144,9 @@ def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], co
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "processes"), [(4, None, 4), (4, "0,2", 2), (4, "", 2), (4, "-1", 2), (0, None, 2)]
+    ("gpus", "visible", "count"), [(4, None, 4), (4, "0,2", 2), (4, "", 2), (4, "-1", 2), (0, None, 2)]
 )
-def test_make_train_uses_each_visible_gpu(
-    tmp_path: Path, gpus: int, visible: str | None, processes: int
-) -> None:
+def test_make_train_uses_each_visible_gpu(tmp_path: Path, gpus: int, visible: str | None, count: int) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\nfor i in $(seq {gpus}); do echo GPU $i: a card; done\n")
     smi.chmod(0o755)
@@ -161,4 +155,4 @@ def test_make_train_uses_each_visible_gpu(
     env |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     make = ["make", "-n", "-C", str(Path(__file__).parent.parent), "train"]
     done = subprocess.run(make, env=env, capture_output=True, text=True, check=True)
-    assert f"--nproc-per-node {processes} " in done.stdout
+    assert f"--nproc-per-node {count} " in done.stdout

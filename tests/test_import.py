@@ -127,9 +127,7 @@ def test_wrong_archives_are_refused(archives: Path, tmp_path: Path, monkeypatch:
 
 @pytest.mark.fault("J5")
 @pytest.mark.parametrize("name", ["../outside.txt", "imagenette2/../../../outside.txt", "imagenette2/link"])
-def test_a_fetched_archive_stays_in_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_an_archive_stays_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     archive = tmp_path / "deep/.imagenette.download/imagenette2.tgz"
     archive.parent.mkdir(parents=True)
     with tarfile.open(archive, "w:gz") as file:

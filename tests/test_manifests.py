@@ -162,14 +162,11 @@ PACK = {"data.source": "pack", "model.arch": "resnet18"}
 
 @pytest.mark.parametrize(
     ("given", "root", "mirror", "size"),
-    [
-        ({}, None, "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
-        ({**PACK, "data.root": "/data"}, "s3://my-data/imagenet/data",
-         "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
-        ({**PACK, "data.root": "s3://other/pack", "data.cache": "/data/cache", "data.cache_gib": "200"},
-         "s3://other/pack", "s3://my-data/imagenet$(RUN_DIR)", "220Gi"),
-        ({"checkpoint.mirror": "s3://other/run"}, None, "s3://other/run", "1Gi"),
-    ],
+    [({}, None, "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
+     ({**PACK, "data.root": "/data"}, "s3://my-data/imagenet/data", "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
+     ({**PACK, "data.root": "s3://other/pack", "data.cache": "/data/cache", "data.cache_gib": "200"},
+      "s3://other/pack", "s3://my-data/imagenet$(RUN_DIR)", "220Gi"),
+     ({"checkpoint.mirror": "s3://other/run"}, None, "s3://other/run", "1Gi")],
     ids=["digits", "pack", "its own bucket, with a cache", "its own mirror"],
 )  # fmt: skip
 def test_data_and_runs_are_stored(given: dict[str, str], root: str | None, mirror: str, size: str) -> None:
@@ -187,14 +184,12 @@ PUBLIC = {"10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192
 
 @pytest.mark.parametrize(
     ("endpoint", "cidr", "peers", "port"),
-    [
-        ("https://s3.example.org", None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
-        ("http://10.0.0.5:9000", None, {"10.0.0.5/32": set()}, 9000),
-        ("http://[fd00::5]", None, {"fd00::5/128": set()}, 80),
-        ("https://s3.mine.internal", "10.1.0.0/16", {"10.1.0.0/16": set()}, 443),
-        ("http://seaweedfs.storage.svc.cluster.local:8333", None, "storage", 8333),
-    ],
-)
+    [("https://s3.example.org", None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
+     ("http://10.0.0.5:9000", None, {"10.0.0.5/32": set()}, 9000),
+     ("http://[fd00::5]", None, {"fd00::5/128": set()}, 80),
+     ("https://s3.mine.internal", "10.1.0.0/16", {"10.1.0.0/16": set()}, 443),
+     ("http://seaweedfs.storage.svc.cluster.local:8333", None, "storage", 8333)],
+)  # fmt: skip
 def test_trainers_reach_the_store_and_nothing_else_outside(
     endpoint: str | None, cidr: str | None, peers: Any, port: int, defaults: list[Document]
 ) -> None:
@@ -315,10 +310,8 @@ def test_code_is_sent_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     source, digest, *_, destination = unpacker["command"][5:]
     assert (source, destination) == ("/archives", "/code")
     unpack(parts, digest, target)
-    unpacked = {str(path.relative_to(target)) for path in target.rglob("*")}
-    assert {name for name in unpacked if "__pycache__" not in name} == {
-        "mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin",
-    }  # fmt: skip
+    unpacked = {str(path.relative_to(target)) for path in target.rglob("*") if "__pycache__" not in str(path)}
+    assert unpacked == {"mynet.py", "pkg", "pkg/__init__.py", "pkg/table.bin"}
     for container in others:
         env = {variable["name"]: variable["value"] for variable in container["env"]}
         assert env == {"PYTHONPATH": "/code", "PIPELINE_CODE": f"sha256:{digest}"}

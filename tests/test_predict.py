@@ -39,16 +39,6 @@ def save_run(folder: Path, scale: float = 1, classes: list[Any] = CLASSES) -> Pa
     return folder
 
 
-def predict_probabilities(checkpoint: Path, files: list[Path]) -> torch.Tensor:
-    """Return the probabilities, [N, 10], of torchvision's model with a checkpoint's weights."""
-    model = get_model(ARCH, num_classes=10).eval()
-    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
-    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files])
-    images = normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    with torch.inference_mode():
-        return softmax(model(images), 1)
-
-
 def predict(run: Path, images: Path, *words: str, code: int = 0) -> Result:
     return quick("predict", str(run), str(images), *words, code=code)
 
@@ -59,7 +49,13 @@ def test_the_predictions_are_those_of_the_model(run_dir: Path, digits: Path) -> 
     files = sorted((digits / "val").glob("*/*.png"))
     assert [row["image"] for row in output["predictions"]] == [str(file) for file in files]
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
-    for row, expected in zip(output["predictions"], predict_probabilities(checkpoint, files), strict=True):
+    model = get_model(ARCH, num_classes=10).eval()
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files])
+    images = normalize(images.float() / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    with torch.inference_mode():
+        probabilities = softmax(model(images), 1)
+    for row, expected in zip(output["predictions"], probabilities, strict=True):
         found = {answer["class"]: answer["probability"] for answer in row["top"]}
         shares, labels = expected.topk(5)
         assert list(found) == [CLASSES[label] for label in labels]

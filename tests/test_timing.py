@@ -99,8 +99,7 @@ class VirtualEvent:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGpu:
     gpu = VirtualGpu()
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: VirtualEvent(gpu))
-    clock = SimpleNamespace(perf_counter=lambda: gpu.host / 1000)
-    monkeypatch.setattr(pipeline.timing, "time", clock)
+    monkeypatch.setattr(pipeline.timing, "time", SimpleNamespace(perf_counter=lambda: gpu.host / 1000))
     return gpu
 
 
@@ -139,9 +138,8 @@ def test_the_advice_names_the_largest_entry(spent: Seconds, says: str | None) ->
 
 def test_the_profile_contains_the_requested_steps(job: MakeJob) -> None:
     run = job("data.workers=0", "train.max_steps=3", "profile.steps=2-3")
-    result = run.run()
     file = run.folder / "report/profile-steps-2-3.json.gz"
-    assert f"profile of steps 2 to 3: {file}" in result.err
+    assert f"profile of steps 2 to 3: {file}" in run.run().err
     names = [event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2
     run.arguments[-2:] = ["train.max_steps=5", "profile.steps=3-5"]
@@ -168,9 +166,8 @@ def test_a_device_without_a_known_peak_has_no_mfu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     config, plan = plan_of(f"train.precision={precision}")
-    gpu = Group(World(), torch.device("cuda"))
     flops = 1000 * flops_per_image(config.model, 10, 32)
-    meter = MfuMeter(config, replace(plan, world=2), gpu)
+    meter = MfuMeter(config, replace(plan, world=2), Group(World(), torch.device("cuda")))
     monkeypatch.setattr(mfu, "flops_per_image", lambda *_: pytest.fail("it counts again"))
     assert meter.metrics(1000, 32) == ({} if peak is None else {"time/mfu": pytest.approx(flops / peak / 2)})
     for group in (Group(World(), torch.device("cpu")), Group(World(2, 2, 1, 1), torch.device("cuda"))):
