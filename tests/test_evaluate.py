@@ -249,11 +249,10 @@ def test_a_pack_holds_out_the_same(plain: Path, plain_run: Job, tmp_path: Path, 
 def test_an_override_or_checkpoint_that_does_not_fit_is_one_line(plain_run: Job, tmp_path: Path) -> None:
     for words in ("model.arch=resnet50", "data.source=synthetic data.num_classes=20", "data.val_split=0.5"):
         assert words.split("=")[0] in evaluate_run(plain_run.folder, *words.split(), code=2).error
-    changes: list[tuple[str, object, str]] = [
+    for number, (name, value, says) in enumerate((
         ("model", {"fc.weight": torch.zeros(1)}, "are not those of a timm/test_efficientnet with 10 classes"),
         ("config", None, "'config'"), ("classes", 5, "'classes'"), ("config", "recipe: [", "YAML"),
-    ]  # fmt: skip
-    for number, (name, value, says) in enumerate(changes):
+    )):  # fmt: skip
         save_checkpoint(tmp_path / str(number), {**plain_run.contents(), name: value}, 7)
         refused = quick("evaluate", str(tmp_path / str(number)))
         assert refused.code in (2, 4)

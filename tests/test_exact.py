@@ -91,12 +91,8 @@ def backward(output: torch.Tensor, images: torch.Tensor, scale: float = 1) -> No
     (output * images[:, :3] * scale).sum().backward()  # type: ignore[no-untyped-call]
 
 
-@pytest.fixture
-def exact() -> Exact:
-    return Exact()
-
-
-def test_the_gradient_is_the_mean_of_the_shards_gradients(exact: Exact) -> None:
+def test_the_gradient_is_the_mean_of_the_shards_gradients() -> None:
+    exact = Exact()
     net, reference, means = exact.net, copy.deepcopy(exact.net), []
     exact.step(2)  # of which nothing is left
     net.norm.reset_running_stats()
@@ -112,7 +108,8 @@ def test_the_gradient_is_the_mean_of_the_shards_gradients(exact: Exact) -> None:
     assert net.norm.num_batches_tracked == 1, "counts one batch for each step"
 
 
-def test_constants_and_frozen_statistics_stay_bit_for_bit_and_others_are_averaged(exact: Exact) -> None:
+def test_constants_and_frozen_statistics_stay_bit_for_bit_and_others_are_averaged() -> None:
+    exact = Exact()
     net = exact.net
     net.norm.running_mean = torch.randn(3) * 1e-9  # smaller than 2^-36, the unit of averaged statistics
     net.norm.eval()
@@ -124,7 +121,8 @@ def test_constants_and_frozen_statistics_stay_bit_for_bit_and_others_are_average
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e12])
-def test_an_overflow_is_noticed_and_cleared_at_the_next_step(exact: Exact, scale: float) -> None:
+def test_an_overflow_is_noticed_and_cleared_at_the_next_step(scale: float) -> None:
+    exact = Exact()
     assert [exact.step(), exact.step(scale)] == [False, True]
     # as on a GPU, where the host reads the flag a step later
     guard = DeviceLossGuard(exact.strategy, StepTimer(), "start again")
