@@ -96,9 +96,8 @@ def test_a_repeated_run_or_part_is_identical_or_differs(uninterrupted: Job, copy
     (folder / "checkpoints/step-00000012 copy.pt").touch()  # is no checkpoint
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     _, eighth, last = (row["weights"] for row in receipt(folder)["evaluations"])
-    whole = quick("verify", str(folder), "--steps", "11", code=0)
     found = f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={eighth}\n"
-    assert whole.out.startswith(found)
+    assert quick("verify", str(folder), "--steps", "11", code=0).out.startswith(found)
     part = quick("verify", str(folder), "--steps", "8-12", code=0)
     found = f"identical: 1 evaluation and 1 checkpoint from step 8 to step 12, weights={last};"
     assert part.out.startswith(found)
@@ -112,27 +111,24 @@ def test_a_repeated_run_or_part_is_identical_or_differs(uninterrupted: Job, copy
     assert "no change of software, threads or device is known" in other.out
 
 
-CHANGES: dict[str, tuple[Any, str]] = {
-    f"{ROW}.weights": (OTHER, f"at step 8 weights is {OTHER} in the receipt and sha256:"),
-    f"{ROW}.tensors": ("0" * 8, "at step 8 tensors is 0"),
-    f"{ROW}.train_loss": (0.5, "at step 8 train_loss is 0.5 in the receipt and "),
-    f"{ROW}.map": (0.9, "at step 8 map is 0.9 in the receipt and missing now"),
-    f"{ROW}.nll": (REMOVED, "at step 8 nll is missing in"),
-    f"{ROW}.step": (7, "at step 7 the receipt has an evaluation, and the repetition makes none"),
-    ROW: (REMOVED, "at step 8 the repetition makes an evaluation, and the receipt has none"),
-    "plan.peak_lr": (REMOVED, "the plan's peak_lr is missing in the receipt"),
-    "plan.total_steps": (7, "the plan's total_steps is 7 in the receipt and "),
-    f"{START}.threads": (REMOVED, "in the start at step 0 threads is missing"),
-    f"{START}.world": (2, "in the start at step 0 world is 2 in the receipt and 1 now"),
-    f"{START}.device_type": ("tpu", "in the start at step 0 device_type is tpu in the receipt"),
-    "done": (None, "the result line done is None in the"),
-}
-
-
 def test_a_changed_receipt_differs(copy: Path, uninterrupted: Job) -> None:
     """In place of each repetition stands the same run."""
     shutil.rmtree(copy / "checkpoints")
-    for path, (value, says) in CHANGES.items():
+    for path, value, says in (
+        (f"{ROW}.weights", OTHER, f"at step 8 weights is {OTHER} in the receipt and sha256:"),
+        (f"{ROW}.tensors", "0" * 8, "at step 8 tensors is 0"),
+        (f"{ROW}.train_loss", 0.5, "at step 8 train_loss is 0.5 in the receipt and "),
+        (f"{ROW}.map", 0.9, "at step 8 map is 0.9 in the receipt and missing now"),
+        (f"{ROW}.nll", REMOVED, "at step 8 nll is missing in"),
+        (f"{ROW}.step", 7, "at step 7 the receipt has an evaluation, and the repetition makes none"),
+        (ROW, REMOVED, "at step 8 the repetition makes an evaluation, and the receipt has none"),
+        ("plan.peak_lr", REMOVED, "the plan's peak_lr is missing in the receipt"),
+        ("plan.total_steps", 7, "the plan's total_steps is 7 in the receipt and "),
+        (f"{START}.threads", REMOVED, "in the start at step 0 threads is missing"),
+        (f"{START}.world", 2, "in the start at step 0 world is 2 in the receipt and 1 now"),
+        (f"{START}.device_type", "tpu", "in the start at step 0 device_type is tpu in the receipt"),
+        ("done", None, "the result line done is None in the"),
+    ):
         change_receipt(copy, {path: value})
         assert compared(copy, uninterrupted).startswith(f"differs: {says}")
     change_receipt(copy, {f"{ROW}.map": "\x1b" * 10_000})
@@ -231,8 +227,7 @@ def test_a_repetition_must_train_each_step(copy: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("pipeline.addons.ops.verify._repeat", repeat)
     change_receipt(copy, {"config.checkpoint.mirror": "s3://bucket/finished"})
-    restored = "the repetition started at step 12 and not at step 0"
-    assert restored in refused(lambda: verify(copy, None))
+    assert "the repetition started at step 12 and not at step 0" in refused(lambda: verify(copy, None))
     assert made[0].checkpoint.mirror is None
 
 
@@ -252,15 +247,12 @@ def test_a_receipt_chooses_no_place_to_write_or_read(copy: Path, monkeypatch: py
     assert config("data", **pack).data.cache is None
 
 
-MALFORMED = [
-    (f"{START}.world", "2"), (f"{START}.world", 4097), (f"{START}.step", True), (f"{ROW}.step", 4.0),
-    (f"{ROW}.weights", "sha256:\x1b[2J"), (f"{ROW}.tensors", None), ("done", ["done"]), ("starts", []),
-    ("format", 2), ("plan.steps_per_epoch", "14"),
-]  # fmt: skip
-
-
 def test_a_malformed_receipt_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, value in MALFORMED:
+    for path, value in (
+        (f"{START}.world", "2"), (f"{START}.world", 4097), (f"{START}.step", True), (f"{ROW}.step", 4.0),
+        (f"{ROW}.weights", "sha256:\x1b[2J"), (f"{ROW}.tensors", None), ("done", ["done"]), ("starts", []),
+        ("format", 2), ("plan.steps_per_epoch", "14"),
+    ):  # fmt: skip
         change_receipt(copy, {path: value})
         assert "has no readable receipt" in refused(lambda: Run.read(copy))
     (copy / "receipt.json").write_text("[" * 200_000)
