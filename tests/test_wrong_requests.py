@@ -115,7 +115,6 @@ doctor digits --world=two | --world
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done/checkpoints/none.pt --best | --best
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
-evaluate runs/done data.source=table data.table=several.csv data.root=photos | several labels a picture
 predict models:/digits@best photos | MLFLOW_TRACKING_URI
 predict runs/done texts | no image in
 predict runs/done photos nosuch.jpg | nosuch.jpg
@@ -254,6 +253,11 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     for command in re.findall(r"'pipeline ([^']+)'", line):
         if " " in command and not command.endswith("--help"):  # not only the name of a command
             parse(shlex.split(command))
+
+
+def test_several_labels_are_refused_by_a_model_of_one(folder: Path) -> None:
+    words = ("evaluate", "runs/done", "data.source=table", "data.table=several.csv", "data.root=photos")
+    assert "the data has several labels a picture" in quick(*words, cwd=folder, code=2).error
 
 
 def test_a_wrong_request_ends_before_torch_is_imported(tmp_path: Path, digits: Path) -> None:
