@@ -111,16 +111,14 @@ def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
 def test_a_run_waits_for_a_bucket_that_is_dead_and_one_that_stays_dead_ends_it(
     tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
 ) -> None:
-    run = job(tmp_path / "run", place, "run.timeout=16").start()
-    run.wait_for_step(1 + seed % 3)
+    run = job(tmp_path / "run", place, "run.timeout=16").start().wait_for_step(1 + seed % 3)
     fault_proxy.die()
     run.wait_until(lambda: "waiting for it" in run.log(), "warning about the bucket")
     time.sleep(1)
     fault_proxy.revive()
     run.wait_for_step(5 + seed % 4)
     fault_proxy.die()
-    result = run.wait(code=75)
-    assert result.error.startswith(f"the store is out of reach ({place}/train-0000.tar: ")
+    assert run.wait(code=75).error.startswith(f"the store is out of reach ({place}/train-0000.tar: ")
     fault_proxy.revive()
     assert run.run().out == uninterrupted.output()
     assert run.trace() == uninterrupted.trace()

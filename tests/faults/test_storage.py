@@ -151,8 +151,7 @@ def test_a_run_waits_for_data_out_of_reach_and_then_exits_75(tmp_path: Path, dig
     words = ("data.source=folder", "data.workers=4", "evaluate.every=9 steps", "run.timeout=20")
     expected = job(tmp_path / "uninterrupted", digits, *words, nproc=2).finished()
     root, away = shutil.copytree(digits, tmp_path / "data"), tmp_path / "away"
-    run = job(tmp_path / "run", root, *words, nproc=2).start()
-    run.wait_for_step(1 + seed)
+    run = job(tmp_path / "run", root, *words, nproc=2).start().wait_for_step(1 + seed)
     root.rename(away)
     run.wait_until(lambda: "waiting for it" in run.log(), "warning about the data")
     time.sleep(3)
