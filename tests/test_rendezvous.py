@@ -14,26 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import forked
+import harness
 import jsonschema
 import pytest
 import yaml
 from faults.ledger import Notes
-from harness import (
-    SHARING,
-    SMALL,
-    Job,
-    assert_same,
-    before_each,
-    children,
-    environment,
-    free_port,
-    kill,
-    listening,
-    quick,
-    read_rows,
-    torchrun,
-    wait_until,
-)
+from harness import SHARING, SMALL, Job, before_each, children, environment, free_port, kill, read_rows
 from object_store import Bucket
 
 from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node
@@ -116,7 +102,7 @@ class Agents(Job):
     def start(self, prelude: str = "") -> "Agents":
         """Start one more agent."""
         log = self.folder.parent / f"agent-{len(self.logs)}.log"
-        command = [*torchrun(1, *self.options)[2:], *self.train_words()]
+        command = [*harness.torchrun(1, *self.options)[2:], *self.train_words()]
         self.running.append(forked.server().start(command, environment(), (log, log), SOONER + prelude))
         self.process = self.running[0]
         self.logs.append(log)
@@ -132,7 +118,7 @@ class Agents(Job):
     def wait_for_leader(self) -> None:
         """Wait until an agent leads: other agents can connect to it."""
         pids = [agent.pid for agent in self.running]
-        self.wait_until(lambda: self.port in {port for _, port in listening(pids)}, "leader")
+        self.wait_until(lambda: self.port in {port for _, port in harness.listening(pids)}, "leader")
 
     def wait_for_world(self, size: int) -> int:
         """Wait until a step is made by `size` processes; return it."""
@@ -253,7 +239,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
     tmp_path: Path, digits: Path, bucket: Bucket, seed: int, notes: Notes
 ) -> None:
     """Each node has a disk of its own. That of the new rank 0 has nothing of the run."""
-    assert quick("data", "pack", str(digits), f"{bucket.place}/data").code == 0
+    assert harness.quick("data", "pack", str(digits), f"{bucket.place}/data").code == 0
     length = ("run.exact=true", "train.epochs=100", "train.max_steps=80", "evaluate.every=1000 epochs")
     places = ("data.source=pack", f"data.root={bucket.place}/data", f"checkpoint.mirror={bucket.place}/run")
     disks = [tmp_path / f"disk-{number}" for number in range(3)]
@@ -264,7 +250,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
         run.wait_for_step(run.wait_for_world(2) + random.Random(seed).randint(8, 20))
         lost, began = run.running[0].pid, time.monotonic()
         run.stop(signal.SIGKILL, 0)
-        wait_until(lambda: not children(lost), "end of its ranks")
+        harness.wait_until(lambda: not children(lost), "end of its ranks")
         shutil.rmtree(disks[0])
         run.folder = disks[2]
         run.wait_for_leader()
@@ -277,7 +263,7 @@ def test_node_0_lost_with_its_disk_continues_from_the_bucket(
     assert bucket.read("run/journal.jsonl") == (run.folder / "journal.jsonl").read_bytes()
     whole = Job(tmp_path / "whole", ["digits", f"data.root={digits}", *SMALL, *length])
     whole.run()
-    assert_same(run, whole)
+    harness.assert_same(run, whole)
 
 
 def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(tmp_path: Path, digits: Path) -> None:
