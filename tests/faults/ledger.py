@@ -56,9 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "fault(*rows, ci, long): injects these faults, this many times with --faults"
-    )
+    config.addinivalue_line("markers", "fault(*rows, ci, long): injects faults, this often with --faults")
     if config.getoption("--ledger"):
         config.pluginmanager.register(_Ledger(config))
 
@@ -145,11 +143,9 @@ def _report(results: list[dict[str, Any]]) -> str:
         " equal those of an undisturbed run. *Kept*: successes of attempts. *s*: median and longest time"
         " until training made a step again, or until all processes had ended.",
     ]
-    wrapped = [
-        textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) for text in paragraphs
-    ]
+    filled = [textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) for text in paragraphs]
     lists = ["Promise not kept:", "\n".join(failed)] if failed else []
-    return "\n\n".join(["# Faults", *wrapped, "\n".join(table), *lists]) + "\n"
+    return "\n\n".join(["# Faults", *filled, "\n".join(table), *lists]) + "\n"
 
 
 def _machine() -> str:

@@ -4,7 +4,6 @@ A guard is a line of code that a run needs only when something goes wrong. `make
 each of guards.yaml from a copy of this tree. `make mutations` puts in each fault of mutations.yaml.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from harness import ROOT, environment
 
-ROOT = Path(__file__).parents[2]
 Fault = dict[str, str]
-
-
 TABLES = {kind: yaml.safe_load(Path(__file__).with_name(f"{kind}s.yaml").read_text())
           for kind in ("guard", "mutation")}  # fmt: skip
 FAULTS = [
@@ -42,6 +39,6 @@ def test_its_test_fails_with_the_fault(fault: Fault, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, f"tests/{fault['test']}"],
-        cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False,
+        cwd=tree, env=environment(PYTHONPATH=str(tree)), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "\nFAILED " in done.stdout, done.stdout[-2000:]
