@@ -110,8 +110,7 @@ class Browser:
     def _wait_for(self, condition: str) -> None:
         end = time.monotonic() + _TIMEOUT_S
         while not self.evaluate(condition):
-            shown = f"false: {condition}; the page shows: {self.evaluate(_TEXT)}"
-            assert time.monotonic() < end, shown
+            assert time.monotonic() < end, f"false: {condition}; the page shows: {self.evaluate(_TEXT)}"
             time.sleep(0.5)
 
     def evaluate(self, script: str) -> Any:

@@ -48,7 +48,6 @@ REFERENCES = {"no-fault": "digits", "exact-one-process": "digits-exact"}
 WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 steps")
 FAULT_STEP = 40
 
-
 Fault = Callable[["Run"], list[float]]
 """Disturbs a run; returns the seconds until it trained again, for each fault."""
 

@@ -264,29 +264,24 @@ def test_mlflow_listens_only_on_loopback_and_the_compose_network(project: Projec
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize(
     ("method", "path"),
-    [
-        ("GET", "/api/2.0/mlflow-artifacts/artifacts/%2e%2e/%2e%2e/%2e%2e/etc/passwd"),
-        ("GET", "/api/2.0/mlflow-artifacts/artifacts/%252e%252e%252f%252e%252e%252fetc%252fpasswd"),
-        ("GET", "/api/2.0/mlflow-artifacts/artifacts?path=../../../etc"),
-        ("PUT", "/api/2.0/mlflow-artifacts/artifacts/%2e%2e/%2e%2e/mlflow/planted"),
-    ],
-)
+    [("GET", "/api/2.0/mlflow-artifacts/artifacts/%2e%2e/%2e%2e/%2e%2e/etc/passwd"),
+     ("GET", "/api/2.0/mlflow-artifacts/artifacts/%252e%252e%252f%252e%252e%252fetc%252fpasswd"),
+     ("GET", "/api/2.0/mlflow-artifacts/artifacts?path=../../../etc"),
+     ("PUT", "/api/2.0/mlflow-artifacts/artifacts/%2e%2e/%2e%2e/mlflow/planted")],
+)  # fmt: skip
 def test_a_path_outside_the_artifacts_is_refused(project: Project, method: str, path: str) -> None:
     response = project.request(method, path)
     assert response.status in (400, 403, 404, 405), response.status
     assert b"root:" not in response.read()
-    planted = project.compose("exec", "mlflow", "find", "/mlflow", "-name", "planted")
-    assert planted.strip() == ""
+    assert project.compose("exec", "mlflow", "find", "/mlflow", "-name", "planted").strip() == ""
 
 
 @pytest.mark.parametrize(
     ("env", "says"),
-    [
-        ({"RECIPE": "digit"}, "did you mean digits?"),
-        ({"OVERRIDES": "data.source=folder data.root=/data/imagenet"}, "/data/imagenet is not a folder"),
-        ({"DATA": "/no/such/folder"}, "/no/such/folder"),
-    ],
-)
+    [({"RECIPE": "digit"}, "did you mean digits?"),
+     ({"OVERRIDES": "data.source=folder data.root=/data/imagenet"}, "/data/imagenet is not a folder"),
+     ({"DATA": "/no/such/folder"}, "/no/such/folder")],
+)  # fmt: skip
 def test_a_wrong_request_prints_one_clear_line(project: Project, env: dict[str, str], says: str) -> None:
     output = project.compose("run", "--rm", "--no-deps", "trainer", check=False, RUN="wrong", **env)
     assert sum(says in line for line in output.splitlines()) == 1, output
@@ -347,11 +342,9 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (("data.source=folder", "data.root=/data"), "/data"),
-        (("--image", "no-such-image"), "image 'no-such-image' is not on this machine"),
-    ],
-)
+    [(("data.source=folder", "data.root=/data"), "/data"),
+     (("--image", "no-such-image"), "image 'no-such-image' is not on this machine")],
+)  # fmt: skip
 def test_a_wrong_rehearsal_request_prints_one_line(images: None, words: tuple[str, ...], says: str) -> None:
     result = pipeline("rehearse", "digits", "--nodes", "2", *words, code=2)
     assert says in result.error
