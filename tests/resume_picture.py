@@ -36,8 +36,7 @@ def draw(path: Path, undisturbed: Job, killed: Job, killed_at: int, weights: str
     for name, axes in zip(("undisturbed", "killed and resumed"), figure.axes, strict=True):
         axes.set_xlabel(f"step\n\nweights, {name}:\nsha256:{weights[:32]}\n{weights[32:]}", fontsize=8)
     figure.savefig(path, dpi=200, facecolor="white")
-    reduced = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    reduced.save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def curve(job: Job, key: str) -> tuple[list[int], list[float]]:
@@ -53,8 +52,7 @@ def main() -> int:
                  "track.uri=none", "track.report=false", "track.every=2 steps"]  # fmt: skip
         undisturbed = Job(scratch / "undisturbed", words, nproc=2)
         expected = undisturbed.run().done["weights"]
-        killed = Job(scratch / "killed", words, nproc=2).start()
-        killed.wait_for_step(KILL_FROM)
+        killed = Job(scratch / "killed", words, nproc=2).start().wait_for_step(KILL_FROM)
         killed.clean()
         killed.wait_gone(5)
         killed_at = killed.step()

@@ -73,6 +73,13 @@ def steps(bucket: Bucket) -> list[int]:
     return [step_of(Path(name)) for name in checkpoints(bucket)]
 
 
+def logged(uri: str, key: str = "train/loss") -> tuple[str, Counter[int]]:
+    """Return the status of the only run in MLflow, and how often it has each step of a metric."""
+    client = MlflowClient(uri)
+    (run,) = client.search_runs(["1"])
+    return run.info.status, Counter(point.step for point in client.get_metric_history(run.info.run_id, key))
+
+
 @pytest.mark.fault("K3", ci=1, long=10)
 @pytest.mark.parametrize(
     "slow_ms",
@@ -96,13 +103,9 @@ def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
     fault_proxy.rates = {"403": 0.02, "500": 0.1, "truncate": 0.05}
     assert job.wait().done["weights"] == expected.done["weights"]
     fault_proxy.rates = {}
-    client = MlflowClient(uri)
-    (run,) = client.search_runs(["1"])
-    assert run.info.status == "FINISHED"
     for key in ("train/loss", "val/top1"):
-        steps = Counter(metric.step for metric in client.get_metric_history(run.info.run_id, key))
-        assert steps, key
-        assert set(steps.values()) == {1}, f"{key}: {steps}"
+        status, steps = logged(uri, key)
+        assert (status, set(steps.values())) == ("FINISHED", {1}), f"{key}: {steps}"
     assert [row["step"] for row in job.trace()] == list(range(1, STEPS + 1))
     secrets = [os.environ[name].encode() for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
     for path in filter(Path.is_file, tmp_path.rglob("*")):
@@ -142,8 +145,7 @@ def test_a_store_that_is_away_costs_no_step_and_is_named_if_it_stays_away(
     make_job: MakeJob, bucket: Bucket, fault_proxy: FaultProxy, expected: Result, seed: int,
     returns: bool,
 ) -> None:  # fmt: skip
-    job = make_job()
-    job.start().wait_for_step(random.Random(seed).randint(8, 30))
+    job = make_job().start().wait_for_step(random.Random(seed).randint(8, 30))
     fault_proxy.die()
     if returns:
         job.wait_for_step(45)
@@ -203,8 +205,7 @@ def test_a_run_none_of_whose_checkpoints_was_uploaded_begins_again_as_the_same_r
     assert not checkpoints(bucket)
     job.arguments.append("train.max_steps=20")
     assert "holds no complete checkpoint: training begins at step 0" in job.finished().log()
-    (run,) = MlflowClient(uri).search_runs(["1"])
-    assert run.info.status == "FINISHED"
+    assert logged(uri)[0] == "FINISHED"
 
 
 @pytest.mark.parametrize(
@@ -228,16 +229,13 @@ def test_the_end_of_a_job_is_known_on_an_empty_disk(make_job: MakeJob, words: tu
 def test_processes_of_a_launcher_share_one_mirror(tmp_path: Path, digits: Path, bucket: Bucket) -> None:
     """With the real lease: the next start in the same folder need not wait for it."""
     words = [f"data.root={digits}", *WORDS, f"checkpoint.mirror={bucket.place}/run", "train.max_steps=40"]
-    job = Job(tmp_path / "run", ["digits", *words], nproc=2)
-    job.start().wait_for_step(10)
+    job = Job(tmp_path / "run", ["digits", *words], nproc=2).start().wait_for_step(10)
     job.clean()
     assert "waiting up to" not in job.run(code=0).err
     assert max(steps(bucket)) == 40
 
 
-def test_a_finished_run_is_known_on_an_empty_disk(
-    make_job: MakeJob, bucket: Bucket, expected: Result
-) -> None:
+def test_a_finished_run_is_known_on_a_fresh_disk(make_job: MakeJob, bucket: Bucket, expected: Result) -> None:
     job = make_job("checkpoint.keep=2")
     assert job.run().done == expected.done
     for name in ("config.yaml", "journal.jsonl", "plan.json", "receipt.json", "trace.jsonl"):
@@ -248,9 +246,8 @@ def test_a_finished_run_is_known_on_an_empty_disk(
         checkpoint.write_bytes(b"damaged")
     assert quick(*words, **node).code == 0, "training takes them from the mirror"
     shutil.rmtree(job.folder)
-    preflight = quick(*words, **node, code=0)
+    assert "config is compatible with the run in s3://" in quick(*words, **node, code=0).err
     assert finished.read_text().startswith(f"done step={STEPS} ")
-    assert "config is compatible with the run in s3://" in preflight.err
     assert "optimizer.lr" in quick(*words, "optimizer.lr=0.3", **node, code=2).error
     assert not job.folder.exists(), "nothing is changed"
     names = sorted(checkpoints(bucket))
@@ -270,32 +267,23 @@ def test_machines_in_turn_send_each_metric_once(tmp_path: Path, make_job: MakeJo
     first, second = make_job(*never, name="first"), make_job(*never, name="second")
     second.prelude += before_each("pipeline.train.loop.update_once", "time.sleep(0.1)")
     first.start().wait_for_step(10)
-    stopped = first.stop(code=75)
-    (step,) = re.findall(r"step (\d+) is saved", stopped.error)
+    (step,) = re.findall(r"step (\d+) is saved", first.stop(code=75).error)
     assert steps(bucket) == [int(step)], "the end of the first"
     assert json.loads(bucket.read("run/lease.json"))["is_released"]
-    client = MlflowClient(uri)
-
-    def points() -> Counter[int]:
-        """Return how often MLflow has each step's loss."""
-        (run,) = client.search_runs(["1"])
-        return Counter(point.step for point in client.get_metric_history(run.info.run_id, "train/loss"))
-
     second.start()
-    second.wait_until(lambda: max(points()) > int(step), "a step of the second in MLflow", pause=0.2)
+    second.wait_until(lambda: max(logged(uri)[1]) > int(step), "a step of the second in MLflow", pause=0.2)
     second.kill_with_disk()
     first.arguments.append("train.max_steps=60")
     assert first.run().code == 0
-    assert set(points().values()) == {1}, points()
-    assert client.search_runs(["1"])[0].info.status == "FINISHED"
+    status, steps_sent = logged(uri)
+    assert (status, set(steps_sent.values())) == ("FINISHED", {1}), steps_sent
 
 
 def test_a_stalled_store_delays_no_stop(make_job: MakeJob, fault_proxy: FaultProxy) -> None:
     job = make_job("train.epochs=1000", "checkpoint.every=1000 epochs", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="15")
     job.start().wait_for_step(10)
     fault_proxy.rates = {"stall": 1}  # for ever
-    result = job.stop(code=75)
-    assert "lacks" in result.err
+    assert "lacks" in job.stop(code=75).err
 
 
 def test_a_signal_ends_the_wait_for_a_lease(make_job: MakeJob, bucket: Bucket) -> None:
@@ -345,10 +333,8 @@ def test_a_disk_that_missed_a_rollback_does_not_undo_it(make_job: MakeJob, fault
     for name in ("first", "second"):
         job = make_job(*ROLLBACK, "train.max_steps=20", name=name).finished()
     words = (*ROLLBACK, "train.max_steps=12", f"run.resume={step_5(job)}")
-    rolled_back, late = (
-        make_job(*words, name=name, TORCHELASTIC_RUN_ID="job") for name in ("second", "first")
-    )
-    expected = rolled_back.finished().output()
+    rollback, late = (make_job(*words, name=name, TORCHELASTIC_RUN_ID="job") for name in ("second", "first"))
+    expected = rollback.finished().output()
     before = late.checkpoints()
     fault_proxy.only, fault_proxy.rates = "/checkpoints/step-", {"503": 1}
     assert late.run().code == 75

@@ -118,14 +118,12 @@ def test_every_method_survives_faults(
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"AWS_SECRET_ACCESS_KEY": "wrongsecret"},
-        {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
-        {"AWS_SECRET_ACCESS_KEY": None},
-        {"bucket": "s3://no-such-bucket/x"},
-    ],
+    [{"AWS_SECRET_ACCESS_KEY": "wrongsecret"},
+     {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
+     {"AWS_SECRET_ACCESS_KEY": None},
+     {"bucket": "s3://no-such-bucket/x"}],
     ids=["secret", "none", "half", "bucket"],
-)
+)  # fmt: skip
 def test_wrong_requests_are_refused_at_once_in_one_line_without_a_secret(
     bucket: Bucket, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, large: Path,
     wrong: dict[str, str | None],
