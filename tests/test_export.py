@@ -58,8 +58,7 @@ def test_an_exported_model_sees_the_pixels_of_validation(size: int, resize: int)
     for height, width in sides:
         picture = torch.randint(256, (3, height, width), dtype=torch.uint8, generator=draw)
         expected = center_crop(picture, size, resize).float().flatten() + 1
-        found = model(picture.permute(1, 2, 0))
-        levels = found * expected.sum() - expected
+        levels = model(picture.permute(1, 2, 0)) * expected.sum() - expected
         assert levels.abs().max() < 1.1, (height, width)
         assert (levels.abs() > 0.1).float().mean() < 0.005, (height, width)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from harness import SMALL, Job, MakeJob, assert_resumes, quick, save_checkpoint
+from harness import SMALL, Job, MakeJob, assert_resumes, plan_of, quick, save_checkpoint
 from huggingface_hub import constants
 from safetensors.torch import save_file
 from sklearn.utils.class_weight import compute_class_weight
@@ -33,8 +33,6 @@ from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.normalise import Normalise
-from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
 
@@ -87,8 +85,7 @@ def test_balanced_weights_are_scikit_learns_and_a_file_names_each_class(tmp_path
         config = load("digits", [f"train.class_weights={words}"])
         config = from_yaml(config.to_yaml(), "the checkpoint")  # which needs no file
         class_weights.check(config, source)
-        weights = class_weights.tensor(config, source, torch.device("cpu"))
-        return weights
+        return class_weights.tensor(config, source, torch.device("cpu"))
 
     balanced = found("balanced")
     expected = compute_class_weight("balanced", classes=np.array([0, 1, 3]), y=labels)
@@ -101,18 +98,16 @@ def test_balanced_weights_are_scikit_learns_and_a_file_names_each_class(tmp_path
         assert found(f"{tmp_path / name}").tolist() == [1, 2.5, 1, 8]
 
 
-FINE_TUNING = (
-    "model.freeze=backbone", "model.freeze_until=6 steps", "train.class_weights=balanced",
-    "train.distill=[0.5,2]", "train.patience=2", "train.watch=val/loss", "optimizer.layer_decay=0.9",
-    "optimizer.head_lr=1", "augment.mixup=0.2", "schedule.warmup=2 steps", "evaluate.every=3 steps",
-    "checkpoint.every=3 steps", "checkpoint.keep=20", "train.ema=0.5", "train.max_steps=60",
-    "run.exact=true", "run.deterministic=false", "exact.shards=4", "data.workers=1", "optimizer.lr=2",
-)  # fmt: skip
-
-
 def fine_tune(folder: Path, digits: Path, teacher: Path, world: int) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, *FINE_TUNING]
-    return Job(folder, [*words, f"model.init={teacher}", f"model.teacher={teacher}"], nproc=world)
+    words = [
+        "digits", f"data.root={digits}", *SMALL, f"model.init={teacher}", f"model.teacher={teacher}",
+        "model.freeze=backbone", "model.freeze_until=6 steps", "train.class_weights=balanced",
+        "train.distill=[0.5,2]", "train.patience=2", "train.watch=val/loss", "optimizer.layer_decay=0.9",
+        "optimizer.head_lr=1", "augment.mixup=0.2", "schedule.warmup=2 steps", "evaluate.every=3 steps",
+        "checkpoint.every=3 steps", "checkpoint.keep=20", "train.ema=0.5", "train.max_steps=60",
+        "run.exact=true", "run.deterministic=false", "exact.shards=4", "data.workers=1", "optimizer.lr=2",
+    ]  # fmt: skip
+    return Job(folder, words, nproc=world)
 
 
 def test_a_fine_tuning_is_the_same_at_any_world_size(tmp_path: Path, digits: Path, first: Job) -> None:
@@ -155,10 +150,9 @@ def test_a_fine_tuning_is_the_same_at_any_world_size(tmp_path: Path, digits: Pat
 
 def test_published_weights_say_what_they_were_trained_with(hub: torch.nn.Module) -> None:
     words = ["data.source=synthetic", "model.arch=timm/test_vit", "model.init=timm"]
-    config = load("digits", words)
+    config, plan = plan_of(*words)
     assert config.model.mean == config.model.std == (0.5, 0.5, 0.5)
     assert (config.augment.size, config.evaluate.resize) == (32, 32), "as the recipe says"
-    plan = make_plan(config, World(), DataSize(1437, 360, 10))
     assert "mean and deviation (0.5, 0.5, 0.5) and (0.5, 0.5, 0.5), model.init=timm" in table(plan)
     black = Normalise(torch.device("cpu"), config.model)(torch.zeros((1, 3, 1, 1), dtype=torch.uint8))
     assert black.flatten().tolist() == [-1, -1, -1]

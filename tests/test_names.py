@@ -53,13 +53,6 @@ def test_names_that_are_not_utf_8(place: Place) -> None:
     assert "track.uri=none" in quick(*words, cwd=odd, code=2).error, "MLflow refuses the name"
 
 
-WRITING = {
-    "images/SHA256SUMS": ("data", "check", "images", "--write-sums"),
-    "k8s/00-namespace.yaml": ("k8s", "render", "digits", "--image", "x", "--out", "k8s"),
-    "model": ("export", "runs/done", "--to", "safetensors", "--out", "model"),
-}  # fmt: skip
-
-
 @pytest.mark.usefixtures("jpegtran")
 def test_a_file_that_a_command_writes_follows_links_and_replaces_no_pipe(
     place: Place, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,7 +61,11 @@ def test_a_file_that_a_command_writes_follows_links_and_replaces_no_pipe(
     (small_disk / "filler").write_bytes(bytes(60 << 10))
     Path("k8s").mkdir()
     (tmp_path / "ordinary").touch()
-    for name, command in WRITING.items():
+    for name, command in (
+        ("images/SHA256SUMS", ("data", "check", "images", "--write-sums")),
+        ("k8s/00-namespace.yaml", ("k8s", "render", "digits", "--image", "x", "--out", "k8s")),
+        ("model", ("export", "runs/done", "--to", "safetensors", "--out", "model")),
+    ):
         target = tmp_path / "target"
         Path(name).symlink_to(target)
         quick(*command, code=0)

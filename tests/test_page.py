@@ -172,8 +172,7 @@ def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> Non
 
 def test_the_page_opens_in_a_browser_without_a_network(folder: Path, tmp_path: Path) -> None:
     address = (folder / "report" / "index.html").as_uri()
-    program = find_program() or pytest.skip(NO_BROWSER)
-    with closing(Browser(program, tmp_path / "profile")) as browser:
+    with closing(Browser(find_program() or pytest.skip(NO_BROWSER), tmp_path / "profile")) as browser:
         for width in (400, 1200):
             browser.requests.clear()
             browser.open(address, width, 900)

@@ -74,8 +74,7 @@ def test_periodic_work_is_due_at_its_steps_and_at_the_last_which_changes_no_sche
 )  # fmt: skip
 def test_the_learning_rate_at_known_steps(schedule: str, rates: dict[int, float]) -> None:
     plan = plan_of(f"schedule.name={schedule}", "schedule.every=3 epochs", "schedule.warmup=1 epoch")
-    warmup = {0: 0.0375 / 14, 6: 0.0375 / 2, 13: 0.0375}
-    for step, rate in (warmup | rates).items():
+    for step, rate in ({0: 0.0375 / 14, 6: 0.0375 / 2, 13: 0.0375} | rates).items():
         assert plan.learning_rate(step) == pytest.approx(rate, abs=1e-12), step
 
 

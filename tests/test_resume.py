@@ -154,8 +154,7 @@ def test_a_function_whose_model_has_other_shapes_is_refused(place: Place) -> Non
     code.write_text(NET.format(width=8))
     place.train(*words)
     code.write_text(NET.format(width=16))
-    says = "0.weight: [8, 3, 3, 3] -> [16, 3, 3, 3] and 6 more"
-    refuse(place, says, *words, "train.max_steps=2")
+    refuse(place, "0.weight: [8, 3, 3, 3] -> [16, 3, 3, 3] and 6 more", *words, "train.max_steps=2")
 
 
 def test_a_checkpoint_without_a_part_is_refused(place: Place) -> None:
