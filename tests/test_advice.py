@@ -186,9 +186,8 @@ def test_the_remedy_in_the_line_of_an_interrupted_run_works(place: Place, resume
     """The same command would apply run.resume again, and discard what was saved since."""
     start_holder(place, *f"run.resume={resume}".split())
     end_holder(place, how)
-    line = (place.path / "held.err").read_text().splitlines()[-1]
     remedy = "run.resume=auto" if resume.startswith("never") else "run.resume=runs/held"
-    assert f"the same command with {remedy} " in line
+    assert f"the same command with {remedy} " in (place.path / "held.err").read_text().splitlines()[-1]
     saved = step_of(place.checkpoints("held")[-1])
     place.train(*HELD, f"train.max_steps={saved + 1}", remedy)
     assert [row["step"] for row in place.events("held", "started")][1:] == [saved]

@@ -1,14 +1,12 @@
 """`pip install .` gives the `pipeline` command, which works without the repository."""
 
-import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "pipeline"
+from harness import ROOT, environment
 
 
 def pip(*words: str) -> None:
@@ -25,11 +23,13 @@ def test_the_wheel_holds_every_file_and_its_command_works_without_the_repository
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source))
     (wheel,) = tmp_path.glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    files = {
+        path for path in (ROOT / "pipeline").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
     assert names == {str(path.relative_to(ROOT)) for path in files}
 
     pip("install", "--target", str(installed), str(wheel))
-    env = {**os.environ, "PYTHONPATH": str(installed)}
+    env = environment(PYTHONPATH=str(installed))
     for words, expected in (
         ("--help", "exit codes:"), ("plan digits --world 2", "2 processes"), ("k8s render", "kind: Job"),
     ):  # fmt: skip

@@ -124,8 +124,7 @@ def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pyte
         return [backend.options._timeout.total_seconds() for backend in backends]
 
     monkeypatch.setitem(dist.Backend._plugins, "NCCL", GLOO_FOR_NCCL)
-    world = World(init_method=f"tcp://127.0.0.1:{free_port()}")
-    group = Group(world, torch.device("cuda"), 300)
+    group = Group(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cuda"), 300)
     try:
         group.set_device_timeout(2000)
         assert timeouts() == [300, 2000]

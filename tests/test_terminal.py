@@ -77,20 +77,20 @@ def test_nothing_that_happens_to_standard_error_ends_or_changes_a_run(
     assert nproc == 2 or run.output() == undisturbed.output()
 
 
-@pytest.mark.parametrize("happening", [BROKEN_PIPE, FULL_DISK, CLOSED], ids=["pipe", "disk", "closed"])
-def test_an_exit_code_survives_a_lost_output(
-    tmp_path: Path, undisturbed: Job, digits: Path, happening: str
+@pytest.mark.parametrize("fault", [BROKEN_PIPE, FULL_DISK, CLOSED], ids=["pipe", "disk", "closed"])
+def test_an_exit_code_survives_lost_output(
+    tmp_path: Path, undisturbed: Job, digits: Path, fault: str
 ) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(digits / "val", damaged / "train")
     shutil.copytree(digits / "val", damaged / "val")
     next((damaged / "val/3").iterdir()).write_bytes(b"no image")
-    code = 4 if happening == FULL_DISK else 0
+    code = 4 if fault == FULL_DISK else 0
     for words, expected in (
         (["data", "check", str(damaged)], 4), (["doctor", "nosuch", "--json"], 2), (["recipes"], code),
         (["plan", "digits"], code), (undisturbed.train_words(), code),
     ):  # fmt: skip
-        result = quick(*words, cwd=tmp_path, timeout=60, prelude=happening.format(1), code=expected)
+        result = quick(*words, cwd=tmp_path, timeout=60, prelude=fault.format(1), code=expected)
         assert "Traceback" not in result.err
         if words[0] not in ("data", "doctor"):
             assert ("pipeline: standard output cannot be written" in result.err) == (code == 4)
@@ -98,10 +98,8 @@ def test_an_exit_code_survives_a_lost_output(
 
 def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_path: Path) -> None:
     code = "from pipeline.cli.main import main; main(['recipes'])"
-    program = f"log = open('log', 'w'); {code}; print(open('file', 'w').fileno() > 2, file=log)"
-    subprocess.run(
-        ["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program], cwd=tmp_path, check=True
-    )
+    text = f"log = open('log', 'w'); {code}; print(open('file', 'w').fileno() > 2, file=log)"
+    subprocess.run(["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, text], cwd=tmp_path, check=True)
     assert (tmp_path / "log").read_text() == "True\n"
 
 
