@@ -4,19 +4,16 @@ import signal
 import socket
 from pathlib import Path
 
-from harness import Job, before_each, quick
-from server import Server, tracked_job
-
-
-def job(folder: Path, digits: Path, server: Server, *more: str) -> Job:
-    return tracked_job(folder, digits, f"track.uri={server.uri}", "train.max_steps=8", *more)
+from harness import before_each, quick
+from server import Server
+from test_tracking import job
 
 
 def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, server: Server) -> None:
-    first = job(tmp_path / "first", digits, server, "track.parent=study").finished()
+    first = job(tmp_path / "first", digits, server.uri, "track.parent=study").finished()
     before = server.run_of(first)
     words = ("track.parent=study", f"run.resume={first.folder}", "train.max_steps=12", "checkpoint.keep=2")
-    after = server.run_of(job(tmp_path / "second", digits, server, *words).finished())
+    after = server.run_of(job(tmp_path / "second", digits, server.uri, *words).finished())
     changes = set(after.data.tags["changes"].split()) - set(before.data.tags["changes"].split())
     assert "train.max_steps=12" in changes
     assert "checkpoint.keep=2" not in changes
@@ -37,7 +34,7 @@ def test_runs_name_predecessor_and_verification(tmp_path: Path, digits: Path, se
 
 
 def test_two_senders_send_each_metric_once(tmp_path: Path, digits: Path, server: Server) -> None:
-    run = job(tmp_path / "run", digits, server, "train.epochs=1000", "train.max_steps=none")
+    run = job(tmp_path / "run", digits, server.uri, "train.epochs=1000", "train.max_steps=none")
     run.prelude = before_each("pipeline.train.loop.update_once", "time.sleep(0.1)")
     run.start()
     run.wait_until(lambda: server.runs(run) and server.run_of(run).data.metrics, "a metric", pause=0.3)
