@@ -32,25 +32,22 @@ def job(folder: Path, digits: Path, world: int, *, is_tracked: bool) -> Job:
 
 
 @pytest.fixture(scope="module", params=[2, *(pytest.param(size, marks=pytest.mark.full) for size in (3, 4))])
-def undisturbed(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path
-) -> Job:
+def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     world = request.param
-    run = job(tmp_path_factory.mktemp("undisturbed") / "run", digits, world, is_tracked=world == 2)
-    return run.finished()
+    return job(tmp_path_factory.mktemp("expected") / "run", digits, world, is_tracked=world == 2).finished()
 
 
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", "B4", ci=1, long=15)
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, undisturbed: Job, seed: int, full: bool, notes: Notes
+    tmp_path: Path, digits: Path, expected: Job, seed: int, full: bool, notes: Notes
 ) -> None:
-    world = undisturbed.nproc
+    world = expected.nproc
     # in the other cases the journal, from which MLflow gets its data, is enough
     is_tracked = world == 2 and seed == 0
     draw = random.Random(1000 * world + seed)
     kinds = [*ROWS] * (2 if full and world < 4 else 1)  # with 4 processes restarts take long
     run = job(tmp_path / "faulty", digits, world, is_tracked=is_tracked).start()
-    share = undisturbed.step() // (len(kinds) + 1)
+    share = expected.step() // (len(kinds) + 1)
     try:
         for number, kind in enumerate(draw.sample(kinds, len(kinds))):
             run.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
@@ -59,9 +56,9 @@ def test_killed_processes_end_with_the_same_bits(
     finally:
         run.clean()
     assert result.code == 0, result.err
-    assert_same(run, undisturbed)
+    assert_same(run, expected)
     if is_tracked:
-        assert _mlflow_history(run) == _mlflow_history(undisturbed)
+        assert _mlflow_history(run) == _mlflow_history(expected)
 
 
 def _inject(run: Job, kind: str, draw: random.Random) -> float:
@@ -195,11 +192,9 @@ def test_a_sharded_model_ends_with_the_same_bits_after_each_fault(
 ) -> None:
     """No process has the full model. The next start begins with the validation, before any step."""
     draw = random.Random(f"{parallel} {seed}")
-    instants = (
-        list(product(PHASES, (signal.SIGKILL, signal.SIGTERM))) if full else [("validation", signal.SIGTERM)]
-    )
-    order = draw.sample(instants, len(instants))
-    order.sort(key=lambda instant: instant[0] == "first step")  # the first start is no resume
+    cases = [*product(PHASES, (signal.SIGKILL, signal.SIGTERM))] if full else [("validation", signal.SIGTERM)]
+    order = draw.sample(cases, len(cases))
+    order.sort(key=lambda case: case[0] == "first step")  # the first start is no resume
     # 45 batches are evaluated, which takes long
     words = ["digits", f"data.root={digits}", *(SMALL if parallel == "fsdp" else SLOW),
              f"parallel={parallel}", "data.workers=0", f"train.max_steps={36 if full else 12}",
