@@ -14,7 +14,7 @@ from typing import Any
 
 import forked
 import pytest
-from harness import SMALL, Job, environment, freeze, kill
+from harness import SMALL, Job, contents_of, environment, freeze, kill
 from mlflow import MlflowClient
 
 from pipeline.addons.deploy import node
@@ -209,12 +209,6 @@ def test_all_processes_of_a_run_that_was_taken_over_end(tmp_path: Path, taken: s
     assert {path.name for path in tmp_path.iterdir()} == {"lock", "mlflow.lock"}
 
 
-def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Return inode, time and bytes of each file but mlflow.lock, which its sender may refresh."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "mlflow.lock"]
-    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
-
-
 @pytest.mark.parametrize("tracker", ["none", pytest.param("auto", marks=pytest.mark.full)])
 def test_a_run_that_was_taken_over_in_a_save_writes_nothing_when_it_returns(
     tmp_path: Path, digits: Path, seed: int, tracker: str
@@ -223,8 +217,7 @@ def test_a_run_that_was_taken_over_in_a_save_writes_nothing_when_it_returns(
     draw, epochs = random.Random(seed), {"none": 2, "auto": 8}[tracker]
     words = ["digits", f"data.root={digits}", *SMALL, f"track.uri={tracker}", f"train.epochs={epochs}",
              "data.workers=1", "checkpoint.every=5 steps"]  # fmt: skip
-    old = Job(tmp_path / "run", words).start()
-    old.wait_for_step(draw.randint(6, 20))
+    old = Job(tmp_path / "run", words).start().wait_for_step(draw.randint(6, 20))
     if tracker == "auto":
         old.wait_until((old.folder / "mlflow.json").exists, "first delivery")
     old.wait_until(old.is_saving, "save", pause=0.0005)
@@ -234,17 +227,15 @@ def test_a_run_that_was_taken_over_in_a_save_writes_nothing_when_it_returns(
         age(path)
     link = old.folder.with_name("new")  # so that the output of the two has files of its own
     link.symlink_to(old.folder)
-    new = Job(link, words).start()
-    new.wait_for_step(old.step() + draw.randint(1, 10))
+    new = Job(link, words).start().wait_for_step(old.step() + draw.randint(1, 10))
     assert f"from process {holder} on " in new.log()
     freeze(new.processes())
-    before = contents(old.folder)
+    before = contents_of(old.folder)
     for pid in frozen:
         kill(pid, signal.SIGCONT)
-    returned = old.wait(30, code=75)
-    assert f"was taken over by process {new.ranks()[0]} on " in returned.err
+    assert f"was taken over by process {new.ranks()[0]} on " in old.wait(30, code=75).err
     old.wait_gone(5)
-    assert contents(old.folder) == before, "nothing is written"
+    assert contents_of(old.folder) == before, "nothing is written"
     for pid in new.processes():
         kill(pid, signal.SIGCONT)
     result = new.wait(code=0)

@@ -17,6 +17,7 @@ from pathlib import Path
 from harness import Job, environment, kill, state, variable
 
 from pipeline.addons.deploy import node as settings
+from pipeline.record.journal import final_status
 
 BIN = Path(sys.executable).parent
 PREFIX = f"nodes-{os.getpid()}"
@@ -170,6 +171,10 @@ class Nodes:
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: self.run.step() >= step, f"step {step}")
+
+    def wait_for_finish(self) -> None:
+        journal = self.run.folder / "journal.jsonl"
+        self.wait_for(lambda: final_status(journal) == "FINISHED", "end of rank 0")
 
     def wait(self) -> None:
         """Wait until node 0 has succeeded: that completes the Job, even if another node is lost."""

@@ -3,14 +3,13 @@
 The nodes are torchrun agents in network namespaces, see `faults.nodes`.
 """
 
-import hashlib
 import random
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SLOW, Job, assert_same, command_line, kill, read_rows, wait_until
+from harness import SHARING, SLOW, Job, assert_same, command_line, contents_of, kill, wait_until
 
 from faults.ledger import Notes
 from faults.nodes import BIN, Nodes, missing
@@ -53,9 +52,9 @@ def test_lost_nodes_are_replaced_and_end_with_the_same_bits(
                 nodes.thaw_all()
         nodes.wait()
         assert_same(nodes.run, undisturbed)
-        before = _contents(nodes.run.folder)
+        before = contents_of(nodes.run.folder)
         nodes.thaw_all()
-        assert _contents(nodes.run.folder) == before
+        assert contents_of(nodes.run.folder) == before
 
 
 def _inject(nodes: Nodes, kind: str, draw: random.Random) -> float:
@@ -90,12 +89,6 @@ def _inject(nodes: Nodes, kind: str, draw: random.Random) -> float:
     assert before - resumed <= 2 * EVERY, f"{kind}: from step {before} back to {resumed}"
     nodes.wait_for_step(resumed + 1)
     return seconds or time.monotonic() - began
-
-
-def _contents(folder: Path) -> dict[Path, tuple[str, int]]:
-    """Return the hash and the time of each file."""
-    return {path: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
-            for path in folder.rglob("*") if path.is_file()}  # fmt: skip
 
 
 @pytest.mark.full
@@ -140,7 +133,7 @@ def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
         if seed % 2:
             nodes.wait_for_step(draw.randint(STEPS - 10, STEPS))
         else:
-            nodes.wait_for(lambda: _is_finished(nodes.run), "end of rank 0")
+            nodes.wait_for_finish()
         time.sleep(draw.uniform(0, 1))
         lost = time.monotonic()
         if seed % 4 == 2:
@@ -157,7 +150,7 @@ def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
 def test_the_job_completes_if_node_0_is_lost_after_the_last_step(tmp_path: Path, digits: Path) -> None:
     """Node 1 may have ended for good: the preflight of the new node 0 finds the finished run."""
     with job(tmp_path, digits, "train.max_steps=6") as nodes:
-        nodes.start_all().wait_for(lambda: _is_finished(nodes.run), "end of rank 0")
+        nodes.start_all().wait_for_finish()
         nodes[0].kill()
         assert nodes.start(0, "pipeline", "doctor").process.wait(60 * SHARING) == 0, nodes.log()
         nodes.start(0)
@@ -165,10 +158,6 @@ def test_the_job_completes_if_node_0_is_lost_after_the_last_step(tmp_path: Path,
         log = nodes.log()
     assert "the run is already finished" in log
     assert "\ndone step=6 " in log
-
-
-def _is_finished(run: Job) -> bool:
-    return any(row.get("status") == "FINISHED" for row in read_rows(run.folder / "journal.jsonl"))
 
 
 @pytest.mark.fault("L4", ci=1, long=3)
