@@ -21,8 +21,7 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 3) -> Job:
 
 @pytest.mark.fault("A7", ci=1, long=10)
 def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits).start()
-    run.wait_for_step(5)
+    run = job(tmp_path / "run", digits).start().wait_for_step(5)
     kill(run.ranks()[1], signal.SIGSTOP)
     result = run.wait(LIMIT + 60, code=1)
     run.wait_gone(1)
@@ -32,8 +31,7 @@ def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: 
 
 @pytest.mark.full
 def test_a_pause_is_no_hang_and_a_stopped_loader_worker_ends_the_run(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
-    run.wait_for_step(5)
+    run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start().wait_for_step(5)
     run.send(signal.SIGSTOP)
     time.sleep(LIMIT + 14)  # the length of the pause
     run.send(signal.SIGCONT)
@@ -93,10 +91,8 @@ session.make_loss_guard = make_loss_guard
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_the_last_line_names_the_first_error_and_its_samples(tmp_path: Path, digits: Path, rank: int) -> None:
     run = job(tmp_path / "run", digits)
-    is_due = f"calls == 12 and os.environ['RANK'] == '{rank}'"
-    run.prelude = before_each(
-        "torch.nn.functional.cross_entropy", f"if {is_due}: raise RuntimeError('injected')"
-    )
+    fault = f"if calls == 12 and os.environ['RANK'] == '{rank}': raise RuntimeError('injected')"
+    run.prelude = before_each("torch.nn.functional.cross_entropy", fault)
     result = run.run(code=1)
     assert "made no progress" not in result.err, "the others do not wait for run.timeout"
     last = result.err.splitlines()[-1]

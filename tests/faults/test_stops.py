@@ -59,8 +59,7 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_closed_terminal_stops_a_run_and_saves_its_step(tmp_path: Path, digits: Path, nproc: int) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start()
-    run.wait_for_step(5)
+    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc).start().wait_for_step(5)
     result = run.stop(signal.SIGHUP, code=75)
     assert f"step {run.step()} is saved" in result.error
     assert step_of(run.checkpoints()[-1]) == run.step()
@@ -68,8 +67,7 @@ def test_a_closed_terminal_stops_a_run_and_saves_its_step(tmp_path: Path, digits
 
 @pytest.mark.fault("B2")
 def test_signals_to_loader_workers_or_again_do_not_break_the_save(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "train.epochs=100", nproc=1).start()
-    run.wait_for_step(5)
+    run = job(tmp_path / "run", digits, "train.epochs=100", nproc=1).start().wait_for_step(5)
     workers = run.workers(run.ranks()[0])
     assert workers
     for pid in workers:
@@ -116,9 +114,7 @@ def test_a_signal_to_the_launcher_of_a_start_prints_one_line(
         run.wait_gone(1)
 
 
-def test_a_signal_at_any_instant_of_a_start_exits_75(
-    tmp_path: Path, digits: Path, seed: int, full: bool
-) -> None:
+def test_a_signal_anywhere_in_a_start_exits_75(tmp_path: Path, digits: Path, seed: int, full: bool) -> None:
     """Stop a start while it reads its checkpoint, and at other instants.
 
     There, the exception that a handler raised became "is not a checkpoint", exit code 4.
@@ -136,8 +132,7 @@ def test_a_signal_at_any_instant_of_a_start_exits_75(
         call = ("operate.resume.decode_state", "operate.start.find", "train.session.build")[instant % 3]
         timer = f"threading.Timer({draw.uniform(0, 0.08)}, os.kill, (os.getpid(), signal.SIGTERM))"
         run.prelude = before_each(f"pipeline.{call}", f"{timer}.start()")
-        result = run.run(code=75)
-        assert "asked to stop" in result.error
+        assert "asked to stop" in run.run(code=75).error
     assert not (run.folder / "failure.json").exists()
 
 
@@ -172,8 +167,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, 
 def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, digits: Path, end: str) -> None:
     every = "2 steps" if end == "saves" else "1000 steps"
     words = (f"checkpoint.every={every}", "data.workers=0", "train.epochs=100")
-    run = job(tmp_path / "run", digits, *words, nproc=1)
-    run.start().wait_for_step(3)
+    run = job(tmp_path / "run", digits, *words, nproc=1).start().wait_for_step(3)
     run.folder.rename(tmp_path / "elsewhere")
     result = run.stop(code=4) if end == "stop" else run.wait(code=4)
     assert f"run.dir={run.folder} was removed or renamed" in result.error
@@ -205,8 +199,8 @@ def test_a_stop_waits_for_slow_steps_and_saves(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.fault("A8")
 def test_a_second_start_exits_75_and_names_the_holder(tmp_path: Path, digits: Path) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
-    run.wait_for_step(2)
+    run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2)
+    run.start().wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):
         # it does not wait for the first, which trains on
         second = quick("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=120, code=75)
