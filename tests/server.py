@@ -15,6 +15,7 @@ from typing import Self
 import mlflow
 from harness import SMALL, Job, Result, environment, free_port, make_database, quick, read_rows
 from mlflow.entities import LoggedModel, Run
+from ui import ENVIRONMENT
 
 
 def tracked_job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
@@ -53,9 +54,7 @@ class Server:
                 [self.python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
                  "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", *self.more],
                 stdout=log, stderr=log, start_new_session=True, cwd=self.folder,
-                env=environment(
-                    MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true", **self.env
-                ),
+                env=environment(**ENVIRONMENT, **self.env),
             )  # fmt: skip
         return self
 

@@ -162,9 +162,7 @@ def test_mlflow_shows_the_complete_run(tmp_path: Path, digits: Path, server: Ser
 
 @pytest.mark.fault("D1")
 @pytest.mark.full
-def test_a_killed_server_costs_no_step_and_no_point(
-    tmp_path: Path, digits: Path, server: Server, outage: int
-) -> None:
+def test_an_outage_costs_no_step_or_point(tmp_path: Path, digits: Path, server: Server, outage: int) -> None:
     words = ("train.epochs=1000", "train.max_steps=none", "evaluate.every=1000 epochs",
              "checkpoint.every=1000 epochs")  # fmt: skip
     run = job(tmp_path / "outage", digits, server.uri, *words).start()
@@ -175,11 +173,8 @@ def test_a_killed_server_costs_no_step_and_no_point(
     up = 1000 * time.time()
     server.start().wait_ready()
     step = run.step()
-    run.wait_until(
-        lambda: server.points(server.run_of(run))[-1][0] > step, "delivery after the outage", pause=0.3
-    )
-    stopped = run.stop(code=75)
-    assert "MLflow" not in stopped.err
+    run.wait_until(lambda: server.points(server.run_of(run))[-1][0] > step, "delivery afterwards", pause=0.3)
+    assert "MLflow" not in run.stop(code=75).err
 
     run.arguments.append(f"train.max_steps={run.step() + 3}")
     assert run.run().code == 0
@@ -197,9 +192,7 @@ def test_a_killed_server_costs_no_step_and_no_point(
 
 @pytest.mark.full
 @pytest.mark.fault("D2")
-def test_crash_stop_and_restart_are_one_run_with_a_true_status(
-    tmp_path: Path, digits: Path, server: Server
-) -> None:
+def test_crash_and_stop_are_one_run_with_a_true_status(tmp_path: Path, digits: Path, server: Server) -> None:
     run = job(tmp_path / "killed", digits, server.uri, "track.required=true", "checkpoint.every=5 steps",
               "data.workers=2", "train.epochs=8", "train.max_steps=none", nproc=2)  # fmt: skip
 
@@ -224,8 +217,7 @@ def test_crash_stop_and_restart_are_one_run_with_a_true_status(
     run.start()
     run.wait_until(lambda: has_new_points(points), "new points", pause=0.3)
     kill(run.ranks()[1], signal.SIGTERM)
-    stopped = run.wait(code=75)
-    assert "MLflow" not in stopped.err
+    assert "MLflow" not in run.wait(code=75).err
     assert state()[0] == "KILLED"
 
     assert run.run().code == 0
@@ -267,8 +259,7 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, se
     artifacts = (server.folder / "artifacts").rglob("*")
     for path in (server.folder / "mlflow.db", *artifacts, *run.folder.rglob("*")):
         assert path.is_dir() or CANARY.encode() not in path.read_bytes(), path
-    expected = "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
-    assert proxy.authorizations == {expected}
+    assert proxy.authorizations == {"Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()}
     assert server.run_of(run).info.status == "FINISHED"
 
     refused = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
