@@ -25,8 +25,8 @@ import torch
 from harness import SMALL, Job, by_hand, spawned, two_nodes
 
 from pipeline.addons.datasets.synthetic import make_digits
-from pipeline.record.checkpoint_contents import decode
-from pipeline.record.checkpoint_files import find, read_verified
+from pipeline.record.checkpoint_contents import read_model
+from pipeline.record.checkpoint_files import find
 
 STEPS = 20
 # A low LR: with the recipe's LR, 20 steps amplify one rounding error to 1e-2, which hides real
@@ -98,8 +98,7 @@ def train(row: Row, scratch: Path, digits: Path) -> dict[str, torch.Tensor]:
     # Compilation can take minutes on a busy CPU.
     done = (launchers[start](job) if start in launchers else job.start().wait(900)).done
     assert done["step"] == str(STEPS)
-    path = find(folder)
-    contents = decode(read_verified(path), path)
+    contents = read_model(find(folder))
     return {
         f"{kind} {name}": tensor
         for kind in ("model", "average")

@@ -47,11 +47,9 @@ def test_a_short_run_of_a_recipe_has_the_published_weights(name: str, tmp_path: 
 
 @pytest.mark.parametrize(
     "rows",
-    [
-        pytest.param(ROWS.values(), marks=pytest.mark.long, id="all"),
-        pytest.param(COMPILED, marks=[pytest.mark.full, needs_compiler], id="compiled"),
-    ],
-)
+    [pytest.param(ROWS.values(), marks=pytest.mark.long, id="all"),
+     pytest.param(COMPILED, marks=[pytest.mark.full, needs_compiler], id="compiled")],
+)  # fmt: skip
 def test_every_row_is_within_its_tolerance(rows: list[Row], tmp_path: Path, digits: Path) -> None:
     for row in measured(rows, tmp_path, digits):
         assert float(row.difference) <= float(row.tolerance), row

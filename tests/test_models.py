@@ -10,7 +10,7 @@ import harness
 import pytest
 import timm
 import torch
-from harness import Job, assert_resumes, pipeline, quick
+from harness import Job, assert_resumes, pipeline, plan_of, quick
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 from test_security import Payload
@@ -26,7 +26,6 @@ from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize
-from pipeline.planning import make_plan
 from pipeline.train.optimizer import parameter_groups
 from pipeline.world import World
 
@@ -44,7 +43,6 @@ FAMILIES = {
 }  # fmt: skip
 """timm's architectures, a family each, with the arguments that fit them to small images."""
 QUICK, FULL = "vit_tiny_patch16_224", "mobilenetv3_small_050"
-OPTIMIZERS = {QUICK: "lamb", FULL: "muon"}
 
 NET = """\
 import os
@@ -105,8 +103,8 @@ def words(arch: str, args: dict[str, object]) -> list[str]:
     size = str(args.get("img_size", 32 if "patch" in arch else 64))
     given = [f"model.args.{name}={json.dumps(value)}" for name, value in args.items()]
     sizes = [f"augment.size={size}", f"evaluate.size={size}"]
-    optimizer = f"optimizer.name={OPTIMIZERS.get(arch, 'sgd')}"
-    return ["digits", *TRAINING, f"model.arch=timm/{arch}", optimizer, *given, *sizes]
+    optimizer = {QUICK: "lamb", FULL: "muon"}.get(arch, "sgd")
+    return ["digits", *TRAINING, f"model.arch=timm/{arch}", f"optimizer.name={optimizer}", *given, *sizes]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +161,7 @@ def test_only_a_function_that_the_user_names_runs(package: Path, tmp_path: Path,
     own = ["digits", *TRAINING, "model.arch=mynet:net", "model.args.width=6"]
     job = Job(tmp_path / "run", own, nproc=2, env={"PYTHONPATH": str(package)})
     expected = job.run().done
-    weights = job.contents()["model"]
-    assert weights["head.weight"].shape == (4, 6)
+    assert job.contents()["model"]["head.weight"].shape == (4, 6)
     (facts,) = json.loads((job.folder / "receipt.json").read_text())["starts"]
     digest = hashlib.sha256((package / "mynet.py").read_bytes()).hexdigest()
     assert (facts["model_file"], facts["model_sha256"]) == ("mynet.py", digest)
@@ -240,9 +237,9 @@ def test_a_weight_without_a_gradient_is_refused(package: Path, monkeypatch: pyte
 
     def check(arch: str, world: int, *more: str) -> None:
         own = (f"model.arch={arch}", "augment.size=32", "batch.global=8", "run.device=cpu")
-        config = load("digits", ["data.source=synthetic", *own, *more])
-        here = World(size=world, local_size=world)
-        check_model_builds(config, make_plan(config, here, DataSize(80, 8, 4)), here, is_resumed=True)
+        data = DataSize(80, 8, 4)
+        config, plan = plan_of("data.source=synthetic", *own, *more, data=data, size=world)
+        check_model_builds(config, plan, World(size=world, local_size=world), is_resumed=True)
 
     for values in ("false", "true"):
         words = ("mynet:idle", 2, f"model.args.needs_values={values}")
