@@ -232,8 +232,7 @@ def draws() -> Iterator[Tensor]:
     for words in (["mixup=0.2"], ["mixup=0.8", "cutmix=1"], ["cutmix=0.5"], ["mixup=1"]):
         options = load("digits", [*WORDS, *(f"augment.{word}" for word in words)]).augment
         yield from (draw_mix(options, 0, step, 0, 64) for step in range(8))
-    crops = [draw_crop(375, 500, options, 0, (0, sample, 0))[0] for sample in range(500)]
-    yield torch.tensor(crops)
+    yield torch.tensor([draw_crop(375, 500, options, 0, (0, sample, 0))[0] for sample in range(500)])
 
 
 def schedules() -> Iterator[Tensor]:
@@ -268,8 +267,7 @@ def evaluation() -> Iterator[Tensor]:
     config, plan = plan_of("evaluate.flip=true")
     seed_network(0, "weights")
     source: Any = SimpleNamespace(val=Held(), label_sets=())
-    evaluator = Evaluator(vit(), source, config, plan, Group(World(), CPU))
-    result = evaluator.evaluate(0, SILENT, lambda: False)
+    result = Evaluator(vit(), source, config, plan, Group(World(), CPU)).evaluate(0, SILENT, lambda: False)
     assert not result.bad_images
     yield torch.tensor(list(result.evaluation.figures.values()), dtype=torch.float64)
     yield torch.from_numpy(result.predictions.confidence)

@@ -115,22 +115,15 @@ def test_square_roots_are_the_ieee_ones() -> None:
 
 
 PAGE = ROOT / "docs/receipts/kinds.md"
-needs_qemu = pytest.mark.skipif(
-    shutil.which("qemu-x86_64") is None, reason="qemu-x86_64 is not installed (Debian: qemu-user)"
-)
+needs_qemu = pytest.mark.skipif(not shutil.which("qemu-x86_64"), reason="needs qemu (Debian: qemu-user)")
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        "",
-        pytest.param("--cpu Haswell --quick", marks=[needs_qemu, pytest.mark.full]),
-        *(
-            pytest.param(f"--cpu {model}", marks=[needs_qemu, pytest.mark.long])
-            for model in ("Haswell", "EPYC-Rome", "Skylake-Client-noTSX-IBRS")
-        ),
-    ],
-)
+    ["", pytest.param("--cpu Haswell --quick", marks=[needs_qemu, pytest.mark.full]),
+     *(pytest.param(f"--cpu {model}", marks=[needs_qemu, pytest.mark.long])
+       for model in ("Haswell", "EPYC-Rome", "Skylake-Client-noTSX-IBRS"))],
+)  # fmt: skip
 def test_every_kind_has_the_bits_of_the_page_on_this_machine_and_on_emulated_ones(options: str) -> None:
     assert constants(PAGE).keys() == KINDS.keys()
     command = [sys.executable, "tests/kinds.py", "--check", "docs/receipts/kinds.md", *options.split()]
