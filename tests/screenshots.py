@@ -76,16 +76,6 @@ def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
     save("report-page", browser.capture(report.as_uri(), 1200, 1250, (), ("Confusion",)), out)
 
 
-def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
-    run = server.run_of(job)
-    for page in PAGES:
-        path = page.path.format(run=run.info.run_id)
-        # Without the query MLflow opens its view of traces.
-        url = f"{server.uri}/#/experiments/{run.info.experiment_id}/{path}?workflowType=machine_learning"
-        screenshot = browser.capture(url, WIDTH, page.height, (ASSISTANT, *page.clicks), page.shows)
-        save(page.name, screenshot, out)
-
-
 def save(name: str, screenshot: bytes, out: Path) -> None:
     """Write the screenshot with 256 colours, which is enough for these pages."""
     reduced = Image.open(io.BytesIO(screenshot)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -101,7 +91,13 @@ def main(out: Path) -> None:
         running.callback(browser.close)
         newcomer(browser, scratch, out)
         server = running.enter_context(Server(scratch))
-        capture_all(browser, server, train(scratch / "two-nodes", server), out)
+        run = server.run_of(train(scratch / "two-nodes", server)).info
+        for page in PAGES:
+            path = page.path.format(run=run.run_id)
+            # Without the query MLflow opens its view of traces.
+            url = f"{server.uri}/#/experiments/{run.experiment_id}/{path}?workflowType=machine_learning"
+            screenshot = browser.capture(url, WIDTH, page.height, (ASSISTANT, *page.clicks), page.shows)
+            save(page.name, screenshot, out)
 
 
 if __name__ == "__main__":
