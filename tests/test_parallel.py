@@ -11,21 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import harness
 import pytest
 import torch
-from harness import (
-    DONE,
-    SLOW,
-    Job,
-    MakeJob,
-    Result,
-    assert_resumes,
-    before_each,
-    plan_of,
-    quick,
-    refused,
-    two_nodes,
-)
+from harness import SLOW, Job, MakeJob, Result, assert_resumes, before_each, plan_of, quick, refused
 from torch import nn
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
@@ -58,15 +47,13 @@ def make_fsdp(group: Group, *words: str) -> FSDPStrategy:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "parallel", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"]
-)
+@pytest.mark.parametrize("mode", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"])
 def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
-    tmp_path: Path, digits: Path, parallel: tuple[str, ...]
+    tmp_path: Path, digits: Path, mode: tuple[str, ...]
 ) -> None:
-    run = assert_resumes(tmp_path, words(digits, *parallel), 6)
+    run = assert_resumes(tmp_path, words(digits, *mode), 6)
     evaluated = quick("evaluate", str(run.folder)).done  # in one process
-    expected = DONE.match(run.output())
+    expected = harness.DONE.match(run.output())
     assert evaluated["weights"] == expected["weights"]
     assert abs(float(evaluated["top1"]) - float(expected["top1"])) <= 1 / 120
     contents = run.contents()
@@ -80,7 +67,7 @@ def test_a_resumed_run_has_the_same_weights_and_checkpoints_of_the_whole_model(
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["parallel=fsdp fsdp.shard=node train.clip=0.5", "parallel=stages"])
 def test_a_run_in_parts_resumes_at_other_world_sizes(tmp_path: Path, digits: Path, parallel: str) -> None:
-    start: Callable[[Job], Result] = two_nodes if "fsdp" in parallel else Job.run_in_forks
+    start: Callable[[Job], Result] = harness.two_nodes if "fsdp" in parallel else Job.run_in_forks
     arguments = words(digits, *parallel.split(), "train.ema=0.9")
     expected = start(Job(tmp_path / "uninterrupted", arguments, nproc=4)).done
     run = Job(tmp_path / "run", [*arguments, "train.max_steps=6"], nproc=4)
