@@ -46,6 +46,8 @@ def alive(nodes: dict[int, Node], now: float) -> dict[int, Node]:
 
 
 class Membership:
+    """The leader's decisions, without communication."""
+
     def __init__(self, leader: int, allowed: Sequence[int]) -> None:
         """Begin without a round. leader: the leader's own number; allowed: numbers of nodes."""
         self._leader, self._allowed = leader, sorted(allowed)
