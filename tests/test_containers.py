@@ -26,7 +26,7 @@ CANARY = "CANARY-5e0c2f"
 TEXT_IN_LAYER = "def from_exit_code(code: int) -> type[RunError]:"
 """A text in a layer of the trainer's image, which shows that the search for CANARY works."""
 IMAGES = ("ddp-pipeline", "ddp-pipeline-mlflow")
-EXACT = "run.deterministic=true checkpoint.every=10steps track.every=2steps"
+EXACT = "run.deterministic=true train.max_steps=84 checkpoint.every=10steps track.every=2steps"
 
 
 @dataclass
@@ -192,7 +192,8 @@ def test_a_removed_trainer_resumes_from_the_bucket(project: Project, expected: d
 @pytest.mark.fault("B3", ci=1, long=20)
 def test_docker_stop_saves_the_last_step(project: Project, seed: int) -> None:
     run = f"stopped-{seed}"
-    words = EXACT + " run.trace=true train.epochs=1000 evaluate.every=50\\ epochs track.uri=none"
+    words = f"{EXACT} run.trace=true train.max_steps=none train.epochs=1000 track.uri=none"
+    words += " evaluate.every=50\\ epochs"
     project.compose("up", "--detach", "--no-deps", "trainer", RUN=run, OVERRIDES=words)
     project.wait_for_step(run, 1)
     time.sleep(random.Random(seed).uniform(0, 3))
