@@ -18,7 +18,9 @@ from fake_cuda import FakeStream
 from harness import children, kill, plan_of
 from streams import GlobalBatch, joined, stream, train_batches
 from torch.nn import functional
+from torchvision.transforms import v2
 
+from pipeline.addons.datasets import policies
 from pipeline.addons.datasets.images import Picture
 from pipeline.config.sections import Augment
 from pipeline.data import loader, workers
@@ -78,6 +80,23 @@ def test_every_global_batch_is_the_same_however_it_is_made(
         assert stream(digits, STEPS, *options, *more, world=world)[0] == expected
     last = (f"data.resident={residents[-1]}", "data.workers=1")
     assert stream(digits, STEPS[1:], *options, *last)[0] == expected[1:]
+
+
+def test_a_policy_gives_what_torchvision_gives() -> None:
+    crop = torch.randint(256, (33, 47, 3), dtype=torch.uint8).permute(2, 0, 1)
+    for kind in (v2.TrivialAugmentWide, v2.RandAugment, v2.AutoAugment, v2.AugMix):
+        for seed in range(30):
+            torch.manual_seed(seed)
+            expected = kind()(crop)
+            torch.manual_seed(seed)
+            name = kind.__name__.lower().removesuffix("wide")
+            assert torch.equal(policies.transform(crop, name, 9, 0), expected)
+    both = crop, crop.as_subclass(policies._Crop)
+    for change in range(-50, 51):
+        assert torch.equal(*(v2.functional.adjust_sharpness(image, 1 + change / 50) for image in both))
+        for shift in ([change, 0], [0, change]):
+            moved = (v2.functional.affine(image, 0.0, shift, 1.0, [0.0, 0.0]) for image in both)
+            assert torch.equal(*moved)
 
 
 def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:

@@ -46,11 +46,10 @@ def augment(picture: Picture, options: Options, size: int, seed: int, key: Sampl
         crop = resize_image(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
     if options.policy != "none":
-        policies = addon("datasets.policies")
+        transform = addon("datasets.policies").transform
         with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
             torch.default_generator.manual_seed(derive(seed, "policy", *_address(key)))
-            for transform in policies.transforms_of(options.policy, options.magnitude, options.erase):
-                crop = transform(crop)
+            crop = transform(crop, options.policy, options.magnitude, options.erase)
     elif options.erase:
         top, left, height, width = draw_erasing(size, options, seed, key)
         crop = crop.clone()

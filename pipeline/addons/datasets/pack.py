@@ -186,9 +186,8 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
     try:
         summary = dict(parse_json(bytes(_read(root, SUMMARY))))
         # all names become those of files: of shards, and of a folder of the cache
-        is_valid = bool(
-            re.fullmatch(r"[0-9a-f]{64}", summary["index"]) and summary["level"] and summary["source"]
-        )
+        is_digest = re.fullmatch(r"[0-9a-f]{64}", summary["index"])
+        is_valid = bool(is_digest and summary["level"] and summary["source"])
         for shard in summary["shards"]:
             is_shard = re.fullmatch(r"(train|val)-\d{4,}\.tar", shard["name"])
             is_valid &= bool(is_shard and isinstance(shard["bytes"], int) and shard["sha256"])

@@ -45,10 +45,8 @@ class LocalRendezvous(OpenRendezvous):
 
     def next_rendezvous(self) -> api.RendezvousInfo:
         listener = socket.create_server((_LOOPBACK, 0))  # TCPStore itself would listen on every address
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        port, file = listener.getsockname()[1], listener.detach()
+        store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
         return api.RendezvousInfo(store, 0, 1, api.RendezvousStoreInfo(_LOOPBACK, port))
 
     def num_nodes_waiting(self) -> int:

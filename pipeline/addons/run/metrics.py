@@ -34,8 +34,7 @@ class Metrics:
         self._mfu = MfuMeter(job.config, job.plan, process.group)
         self._pop_failed_reads = addon("store.ranges").pop_failures if job.config.is_in_store else list
         self._has_new_steps = False
-        self.is_late = is_cuda = process.group.device.type == "cuda"
-        """A report is made one step later."""
+        self.is_late = is_cuda = process.group.device.type == "cuda"  # a report is made a step later
         self._due = 0  # the step of a report that is not made yet
         self._totals = torch.zeros(3, dtype=torch.int64, pin_memory=is_cuda)
         self._timer.pop()  # the time before this is not training
@@ -47,10 +46,7 @@ class Metrics:
         self._start, self._steps = self._mark(), 0
 
     def _mark(self) -> tuple[Any, float, float]:
-        """Return the time, and the seconds until it of waiting for data and of this process's CPUs.
-
-        On a GPU the time is an event: when the device has done what is queued.
-        """
+        """Return now, as an event on a GPU, and seconds until then: waiting for data, of CPUs."""
         now: Any = time.perf_counter()
         if self._group.device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
