@@ -25,9 +25,9 @@ CEILINGS = {  # what a person must read: figures only fall. The open targets of 
     "train.step": 2_500,  # 2,500 lines in the modules that it imports, also indirectly: met
     "train.session": 5_000,  # 5,000: met
     "data.loader": 1_900,  # 1,900: met
-    "core": 7_033,  # 6,500 lines: all but addons/; rose once, with the keys of tables and fine-tuning
+    "core": 7_030,  # 6,500 lines: all but addons/; rose once, with the keys of tables and fine-tuning
     "pipeline": 22_752,  # 15,000; rose once, with tables, labels, fine-tuning, exports, code for pods
-    "tests": 17_863,  # 17,000
+    "tests": 17_855,  # 17,000
     "file": 400,  # lines in one file of pipeline/
     "parameters": 6,  # 6 of one function
     "words": 20_000,  # in all pages

@@ -25,7 +25,7 @@ from pipeline.train.state import TrainState
 
 
 class Step:
-    """The two halves of an update. Between them the processes agree, on CPUs whether it is made."""
+    """The halves of an update; between them all agree. `addons.models.graph_step` records both."""
 
     def __init__(self, config: Config, plan: Plan, state: TrainState, timer: StepTimer) -> None:
         self._config, self._plan, self._state, self._timer = config, plan, state, timer
