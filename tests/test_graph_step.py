@@ -78,11 +78,9 @@ def trained(digits: Path, *words: str, bad_step: int = 0) -> Trainer:
     state.loss_guard = DeviceLossGuard(state.strategy, timer, "start again")
     trainer.step = graph_step.GraphStep(job.config, job.plan, state, timer)
     data = TrainBatches(job.source.train, job.config, job.plan, 0)
+    weights, usual = state.strategy.class_weights, state.strategy.class_weights.clone()
     for position in range(4):
-        if position + 1 == bad_step:
-            weights = state.strategy.class_weights
-            assert weights is not None
-            weights.fill_(torch.nan)
+        weights.copy_(usual * (torch.nan if position + 1 == bad_step else 1))
         loop.update_once(trainer, iter([data[position]]))
     return trainer
 

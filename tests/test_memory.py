@@ -54,6 +54,8 @@ def fit(
 def test_passes_become_smaller_until_they_fit_on_all_ranks() -> None:
     plan, fits, tried, lines = fit(48)
     assert (fits, tried, lines) == (plan, [48], [])
+    shortage = explain_shortage(OUT_OF_MEMORY, load("digits", ["train.compile=reduce-overhead"]), plan, 0)
+    assert "needs one pass; lower batch.global" in str(shortage)
     shortage = explain_shortage(OUT_OF_MEMORY, load("digits", []), plan, first_step=3)
     assert "with more processes" in str(shortage), "a resumed run keeps its passes"
     plan, fits, tried, lines = fit(20, other_limit=12)
@@ -98,7 +100,7 @@ def test_a_shortage_in_the_first_steps_ends_it(job: MakeJob, step: int, code: in
     [(0, (), "nor does one of 1"),
      (24, ("run.deterministic=true",), "would change the bits; batch.accumulate=2 fits"),
      (4, ("run.exact=true",), "would change the bits; exact.shards=24 fits"),
-     (24, ("train.compile=reduce-overhead",), "train.compile=reduce-overhead needs one pass")],
+     (24, ("train.compile=reduce-overhead", "run.deterministic=true"), "=reduce-overhead needs one pass")],
 )  # fmt: skip
 def test_a_batch_that_cannot_be_split_is_refused(limit: int, words: tuple[str, ...], line: str) -> None:
     with pytest.raises(RequestError, match=line):

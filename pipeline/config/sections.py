@@ -287,7 +287,7 @@ class Train(Section):
     compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
     """Compile the model with torch.compile. auto: on a GPU, unless the run is deterministic or
     timed passes say that it does not repay. reduce-overhead: also record each update as one CUDA
-    graph, for small models that keep a GPU waiting for Python; one process, image size and pass."""
+    graph, for small models that wait for Python; one process, one size, one pass per update."""
     gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(alias="exchange")] = "fp32"
     """Precision in which DDP exchanges gradients. bf16 halves the traffic and rounds each one."""
     loss: Literal["ce", "bce"] = "ce"

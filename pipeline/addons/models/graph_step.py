@@ -4,7 +4,6 @@ The host then starts one graph in place of hundreds of kernels. What differs fro
 in tensors that the graph reads: the batch, the learning rates, the flag of a bad loss. Dropout
 stays addressed, because a replay begins at the seed that the host has set. The moving average is
 not in the graph. What a model's Python decides for each step is recorded with one decision.
-
 A replay counts as forward and backward in the times of a run.
 """
 

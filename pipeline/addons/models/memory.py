@@ -25,6 +25,7 @@ from pipeline.plan import Plan
 # of CUDA and NCCL; of cuDNN, whose algorithms all need more; of cuBLAS and cuDNN
 _SHORTAGES = re.compile("out of memory|unable to find an engine|STATUS_ALLOC_FAILED")
 _NCCL_BYTES = 2**30
+_ONE_PASS = "train.compile=reduce-overhead needs one pass; lower batch.global"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -41,7 +42,8 @@ def explain_shortage(error: Exception, config: Config, plan: Plan, first_step: i
     problem = f"the first steps do not fit into memory ({one_line(error)})"
     if first_step:  # a resumed run keeps its passes
         return RequestError(problem, "resume it with more processes, or on devices with more memory")
-    return RequestError(problem, f"raise {key}, which is {plan.accumulate * processes}")
+    remedy = f"raise {key}, which is {plan.accumulate * processes}"
+    return RequestError(problem, _ONE_PASS if config.train.compile == "reduce-overhead" else remedy)
 
 
 def fit_passes(config: Config, plan: Plan, group: Group, model: Module, log: Callable[[str], None]) -> Plan:
@@ -67,13 +69,12 @@ def fit_passes(config: Config, plan: Plan, group: Group, model: Module, log: Cal
             continue
         if accumulate == plan.accumulate:
             return plan
+        if config.train.compile == "reduce-overhead":
+            raise RequestError(shortage, _ONE_PASS).collective()
         if config.is_deterministic_on_gpus:
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
             remedy = f"fewer at once would change the bits; {key}={value} fits"
-            raise RequestError(shortage, remedy).collective()
-        if config.train.compile == "reduce-overhead":
-            remedy = "train.compile=reduce-overhead needs one pass; lower batch.global"
             raise RequestError(shortage, remedy).collective()
         log(f"{shortage}: batch.accumulate={accumulate} makes the same batch")
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)

@@ -46,7 +46,7 @@ class Metrics:
         self._start, self._steps = self._mark(), 0
 
     def _mark(self) -> tuple[Any, float, float]:
-        """Return now, as an event on a GPU, and seconds until then: waiting for data, of CPUs."""
+        """Return now (a GPU: an event), and the seconds until then that data and CPUs took."""
         now: Any = time.perf_counter()
         if self._group.device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
